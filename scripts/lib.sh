@@ -1,0 +1,46 @@
+# Shell helpers shared by the set-up scripts: where things are, and how a long step shows its progress.
+set -euo pipefail
+
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+BUILD="$ROOT/build"
+DEPS="$BUILD/deps"
+LOGS="$BUILD/logs"
+mkdir -p "$LOGS"
+
+say() { printf '%s\n' "$*" >&2; }
+die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+
+# with_progress NAME COMMAND...: runs the command with its output in build/logs/NAME.log. Shows a line with the newest
+# "[n/m]" of the log and the elapsed time (redrawn on a terminal, every 30 s elsewhere); on failure shows the log's end.
+with_progress() {
+  local name=$1 log="$LOGS/$1.log" start=$SECONDS last=0 pid status=0
+  shift
+  "$@" >"$log" 2>&1 &
+  pid=$!
+  while kill -0 "$pid" 2>/dev/null; do
+    sleep 1
+    local step
+    step=$(tr '\r' '\n' <"$log" | grep -aoE '^\[[0-9]+/[0-9]+\]' | tail -n 1 || true)
+    if [ -t 2 ]; then
+      printf '\r  %s %s %ds ' "$name" "$step" $((SECONDS - start)) >&2
+    elif [ $((SECONDS - start)) -ge $((last + 30)) ]; then
+      last=$((SECONDS - start))
+      say "  $name $step ${last}s"
+    fi
+  done
+  wait "$pid" || status=$?
+  [ -t 2 ] && printf '\r\033[K' >&2
+  if [ "$status" -ne 0 ]; then
+    tail -n 30 "$log" >&2
+    die "$name failed; its whole output is in $log"
+  fi
+  say "  $name: done in $((SECONDS - start)) s"
+}
+
+# fetch_from_pypi DIR PIP_ARG...: downloads a package archive into DIR with pip, without installing it.
+fetch_from_pypi() {
+  local dir=$1
+  shift
+  mkdir -p "$dir"
+  python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$dir" "$@"
+}

@@ -1,0 +1,179 @@
+// The durable tier: a directory of append-only segment files with cells, and an SQLite index (WAL) whose commit is what makes
+// sessions and blocks exist. Knows bytes and keys, not attention. Formats: docs/format.md; guarantees: docs/durability.md.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "kvcell/geometry.h"
+#include "kvcell/status.h"
+
+namespace kvcell {
+
+// What a commit survives (docs/durability.md).
+enum class Durability : uint8_t {
+  kNone = 0,     // nothing promised: fastest; a crash of the process may lose the save
+  kProcess = 1,  // survives kill -9 of every process; the default
+  kPower = 2,    // survives power loss: segments are synced before the commit, the index by the commit
+};
+
+// Digest that names a block: of identity, parent block and its token ids. Tokens are compared on every hit all the same.
+using BlockKey = std::array<uint8_t, 16>;
+
+// All that decides whether stored cells may be read, as named fields, so that a mismatch can be named:
+// {"weights", "3f…"}, {"codec", "k=…,v=…"}, … in a fixed order.
+using Identity = std::vector<std::pair<std::string, std::string>>;
+// The first field that differs as `field: stored A, now B`; nothing where they are equal.
+std::optional<std::string> IdentityDifference(const Identity& stored, const Identity& now);
+
+// Sizes of one block's cells by layer: what an extent is made of.
+struct CellSetShape {
+  struct Layer {
+    uint16_t layer = 0;       // its number in the model
+    uint16_t n_cells = 0;     // KV heads
+    uint32_t cell_bytes = 0;  // a multiple of 64
+  };
+  std::vector<Layer> layers;
+};
+
+// Where one block's cells of one shape lie: block `index` of an extent of `n_blocks` blocks. Cells are layer-major, so that one
+// layer of the extent's blocks is one run: cell (l, block, head) is at
+//   offset + n_blocks * (bytes of the layers before l) + (index * n_cells(l) + head) * cell_bytes(l).
+struct BlockPlace {
+  uint64_t segment = 0;
+  uint64_t offset = 0;   // of the extent's first cell, 64-byte aligned
+  uint32_t n_blocks = 0;
+  uint32_t index = 0;
+};
+
+// One block of a session as the index keeps it. `places[0]` holds its full-attention layers, `places[1]` its sliding-window
+// layers, absent where a window has already passed the block (or the model has no such layers).
+struct BlockRecord {
+  BlockKey key{};
+  uint64_t generation = 0;
+  std::array<Token, kBlockTokens> tokens{};
+  std::array<std::optional<BlockPlace>, 2> places;
+};
+
+// A session as stored: everything to go on with, but for the cells.
+struct SessionRecord {
+  std::string name;
+  std::string model;           // for people: the model's name
+  Identity identity;
+  std::vector<Token> tokens;   // all of them; blocks.size() * 64 of these are sealed, the rest are the open tail
+  std::vector<BlockRecord> blocks;
+  std::vector<std::byte> exact;  // sinks and the open tail's exact cells, as `cache` lays them out
+  std::vector<float> logits;     // of the last token; may be empty
+  std::string extras;            // JSON of the layers above (sampler, chat state)
+  int64_t last_used = 0;         // unix seconds; set by Commit
+};
+
+struct SessionSummary {
+  std::string name;
+  std::string model;
+  int64_t tokens = 0;
+  int64_t bytes = 0;      // cells (each block once) + exact part + logits
+  int64_t last_used = 0;  // unix seconds
+};
+
+struct StoreOptions {
+  Durability durability = Durability::kProcess;
+  bool create = true;          // make the directory (0700) when it is missing
+  bool read_only = false;      // for inspection; nothing is written, locks are shared
+};
+
+struct DamagedCell {
+  std::string session;  // one that uses it, "" where none does
+  uint16_t layer = 0;
+  uint16_t head = 0;
+  int64_t position = 0;
+  std::string path;     // segment file
+  uint64_t offset = 0;
+  std::string what;
+};
+
+struct StoreStats {
+  int64_t sessions = 0, blocks = 0, cells = 0;
+  int64_t segment_bytes = 0;   // of the segment files
+  int64_t live_bytes = 0;      // of cells that a session refers to
+  int64_t index_bytes = 0;     // SQLite's files
+};
+
+// Checks one cell's bytes; the store is told how, since it knows bytes and keys only.
+using CellVerifier = std::function<Status(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
+                                          const BlockKey& key)>;
+
+// Thread-safe unless stated. One object per process and directory; any number of processes.
+class Store {
+ public:
+  // kNotFound (create = false), kPermission, kIoError, kMismatch (a newer format), kCorruption (the index is damaged beyond
+  // reading; its file is left as it is and named).
+  static Result<std::unique_ptr<Store>> Open(const std::string& directory, const StoreOptions& options);
+  virtual ~Store() = default;
+
+  virtual const std::string& directory() const = 0;
+
+  // Appends an extent of n_blocks blocks to this process's own segment; space is allocated before it is written, so that a
+  // full disk is kNoSpace with nothing changed. `cell(layer_slot, block, head)` gives each cell's bytes, asked for in file
+  // order; layer_slot indexes shape.layers. The cells stay invisible to others until a Commit names them; if the process
+  // ends without one, their space is reclaimed.
+  virtual Result<std::vector<BlockPlace>> AppendExtent(
+      const CellSetShape& shape, uint32_t n_blocks,
+      const std::function<const std::byte*(size_t layer_slot, uint32_t block, uint16_t head)>& cell) = 0;
+
+  // Reads cells [head_begin, head_begin + n) of one layer of one block into dst [n * cell_bytes]. No check but for length:
+  // the caller verifies. kIoError or kCorruption (file gone or too short).
+  virtual Status ReadCells(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint16_t head_begin,
+                           uint16_t n, std::byte* dst) = 0;
+  // Reads one layer (all heads) of blocks that lie side by side in one extent: indexes [place.index, place.index + n_blocks).
+  virtual Status ReadRun(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks,
+                         std::byte* dst) = 0;
+  // Path and byte offset of a cell, for people.
+  virtual std::pair<std::string, uint64_t> Locate(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot,
+                                                  uint16_t head) const = 0;
+
+  // A generation number that no other write of this store has (monotonic).
+  virtual Result<uint64_t> NextGeneration() = 0;
+
+  // Saves a session under record.name in one transaction, replacing an older one of that name. Its blocks' cells must have been
+  // appended (or belong to blocks stored before: a block whose key and tokens are there already is shared, and its record in
+  // `record` is updated to the stored place). kNoSpace, kIoError: the older session is intact.
+  virtual Status Commit(SessionRecord* record, const CellSetShape shapes[2]) = 0;
+
+  // kNotFound; kCorruption where its rows fail their checksum.
+  virtual Result<SessionRecord> Load(const std::string& name) = 0;
+  virtual Result<std::vector<SessionSummary>> List() = 0;
+  // Removes the session; blocks that no other one uses lose their space. `erase` overwrites their bytes and the index's.
+  virtual Status Remove(const std::string& name, bool erase) = 0;
+
+  // One writer per session name over all processes: kBusy names the holder's process. Released by destroying the lock or when
+  // the process dies.
+  class SessionLock {
+   public:
+    virtual ~SessionLock() = default;
+  };
+  virtual Result<std::unique_ptr<SessionLock>> LockSession(const std::string& name) = 0;
+
+  // One portable file with a manifest; `import` refuses what fails its checksums (kCorruption) and an existing name
+  // (kInvalidArgument) unless `as` gives another.
+  virtual Status Export(const std::string& name, const std::string& path, const CellSetShape* shapes_or_null) = 0;
+  virtual Result<std::string> Import(const std::string& path, const std::string& as) = 0;
+
+  virtual Result<StoreStats> Stats() = 0;
+  // Checks every row and every cell; never changes anything.
+  virtual Result<std::vector<DamagedCell>> Verify(const CellVerifier& verifier) = 0;
+};
+
+// A session name is 1..128 bytes of UTF-8 without control characters, '/' or '\\', and not "." or "..". kInvalidArgument says
+// which rule it breaks.
+Status CheckSessionName(const std::string& name);
+
+}  // namespace kvcell
