@@ -1,4 +1,4 @@
-# One call per folder of src/: its objects, what it may use, and its unit tests (the *_test.cc beside the code).
+# One call per folder of src/: its library, what it may use, and its unit tests (the *_test.cc beside the code).
 #
 #   kvcell_layer(NAME USES layer... LINKS target...)
 #
@@ -11,7 +11,7 @@ function(kvcell_layer name)
   list(FILTER tests INCLUDE REGEX "_test\\.cc$")
   list(FILTER sources EXCLUDE REGEX "_test\\.cc$")
 
-  add_library(kvcell_${name} OBJECT ${sources})
+  add_library(kvcell_${name} STATIC ${sources})
   target_include_directories(kvcell_${name} PUBLIC
     $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/include> $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/src>)
   target_link_libraries(kvcell_${name} PUBLIC fmt::fmt Threads::Threads PRIVATE kvcell_options)
@@ -23,15 +23,7 @@ function(kvcell_layer name)
 
   if(KVCELL_TESTS AND tests)
     add_executable(${name}_test ${tests})
-    target_link_libraries(${name}_test PRIVATE kvcell_${name} kvcell_options GTest::gtest_main)
-    kvcell_link_layers(${name}_test ${name} ${arg_USES})
+    target_link_libraries(${name}_test PRIVATE kvcell_${name} kvcell_options GTest::gmock GTest::gtest_main)
     gtest_discover_tests(${name}_test DISCOVERY_MODE PRE_TEST TEST_PREFIX "${name}." PROPERTIES TIMEOUT 300)
   endif()
-endfunction()
-
-# Objects do not travel through link dependencies: a program names the layers whose objects it takes.
-function(kvcell_link_layers target)
-  foreach(layer ${ARGN})
-    target_link_libraries(${target} PRIVATE kvcell_${layer} $<TARGET_OBJECTS:kvcell_${layer}>)
-  endforeach()
 endfunction()
