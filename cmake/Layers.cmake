@@ -1,16 +1,21 @@
 # One call per folder of src/: its library, what it may use, and its unit tests (the *_test.cc beside the code).
 #
-#   kvcell_layer(NAME USES layer... LINKS target...)
+#   kvcell_layer(NAME [CONCURRENT] USES layer... LINKS target...)
 #
 # USES lists the layers below whose headers the folder includes; scripts/check_layers.py holds the same order against every
-# include and fails CI when one points up.
+# include and fails CI when one points up. CONCURRENT marks a layer whose tests run threads: `make test-all` runs these
+# under ThreadSanitizer too. Tests with "Slow" in their name are left to `make test-all`. A main.cc is no part of the library.
 function(kvcell_layer name)
-  cmake_parse_arguments(arg "" "" "USES;LINKS" ${ARGN})
+  cmake_parse_arguments(arg "CONCURRENT" "" "USES;LINKS" ${ARGN})
   file(GLOB sources CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/*.cc")
   set(tests ${sources})
   list(FILTER tests INCLUDE REGEX "_test\\.cc$")
-  list(FILTER sources EXCLUDE REGEX "_test\\.cc$")
+  list(FILTER sources EXCLUDE REGEX "(_test|/main)\\.cc$")
 
+  if(NOT sources) # a layer whose code is still to come
+    file(WRITE "${CMAKE_CURRENT_BINARY_DIR}/empty.cc" "")
+    set(sources "${CMAKE_CURRENT_BINARY_DIR}/empty.cc")
+  endif()
   add_library(kvcell_${name} STATIC ${sources})
   target_include_directories(kvcell_${name} PUBLIC
     $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/include> $<BUILD_INTERFACE:${CMAKE_SOURCE_DIR}/src>)
@@ -24,6 +29,18 @@ function(kvcell_layer name)
   if(KVCELL_TESTS AND tests)
     add_executable(${name}_test ${tests})
     target_link_libraries(${name}_test PRIVATE kvcell_${name} kvcell_options GTest::gmock GTest::gtest_main)
-    gtest_discover_tests(${name}_test DISCOVERY_MODE PRE_TEST TEST_PREFIX "${name}." PROPERTIES TIMEOUT 300)
+    set(label unit)
+    if(arg_CONCURRENT)
+      set(label unit-concurrent)
+    endif()
+    kvcell_discover_tests(${name}_test ${name} ${label})
   endif()
+endfunction()
+
+# Registers a GoogleTest program's tests as PREFIX.Suite.Name. `label` is matched as a regular expression by ctest -L.
+function(kvcell_discover_tests target prefix label)
+  gtest_discover_tests(${target} DISCOVERY_MODE PRE_TEST TEST_PREFIX "${prefix}." TEST_FILTER "-*Slow*"
+    TEST_LIST ${target}_fast PROPERTIES TIMEOUT 300 LABELS ${label})
+  gtest_discover_tests(${target} DISCOVERY_MODE PRE_TEST TEST_PREFIX "${prefix}." TEST_FILTER "*Slow*"
+    TEST_LIST ${target}_slow PROPERTIES TIMEOUT 1800 LABELS ${label}-slow)
 endfunction()

@@ -37,10 +37,23 @@ with_progress() {
   say "  $name: done in $((SECONDS - start)) s"
 }
 
+# The python that has pip: the first one in PATH, else Debian's own.
+python_with_pip() {
+  local candidate
+  for candidate in python3 /usr/bin/python3; do
+    if "$candidate" -m pip --version >/dev/null 2>&1; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+  done
+  die "no python3 with pip; run scripts/setup.sh, which installs python3-pip"
+}
+
 # fetch_from_pypi DIR PIP_ARG...: downloads a package archive into DIR with pip, without installing it.
 fetch_from_pypi() {
-  local dir=$1
+  local dir=$1 python
   shift
+  python=$(python_with_pip)
   mkdir -p "$dir"
-  python3 -m pip download --quiet --disable-pip-version-check --no-deps --dest "$dir" "$@"
+  "$python" -m pip download --progress-bar off --disable-pip-version-check --no-deps --dest "$dir" "$@"
 }

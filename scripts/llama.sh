@@ -29,7 +29,7 @@ source_dir="$DEPS/src/llama_cpp_python-$VERSION/vendor/llama.cpp"
 archive="$DEPS/src/llama_cpp_python-$VERSION.tar.gz"
 if [ ! -f "$source_dir/CMakeLists.txt" ]; then
   [ -f "$archive" ] ||
-    with_progress "fetch llama.cpp" fetch_from_pypi "$DEPS/src" --no-binary :all: "llama-cpp-python==$VERSION"
+    with_progress "fetch llama.cpp" fetch_from_pypi "$DEPS/src" --no-binary llama-cpp-python "llama-cpp-python==$VERSION"
   rm -rf "$DEPS/src/unpack" && mkdir -p "$DEPS/src/unpack"
   tar -xzf "$archive" -C "$DEPS/src/unpack"
   rm -rf "$DEPS/src/llama_cpp_python-$VERSION"

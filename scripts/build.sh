@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# Configures a CMake preset and builds targets of it: build.sh PRESET [TARGET...] (all targets when none is named).
+source "$(dirname "$0")/lib.sh"
+
+preset=$1
+shift
+targets=()
+[ $# -gt 0 ] && targets=(--target "$@")
+arguments=()
+[ -n "${KVCELL_LLAMA_PREFIX:-}" ] && arguments=("-DKVCELL_LLAMA_PREFIX=$KVCELL_LLAMA_PREFIX")
+
+cd "$ROOT"
+with_progress "configure $preset" cmake --preset "$preset" "${arguments[@]}"
+with_progress "build $preset" cmake --build --preset "$preset" "${targets[@]}"
