@@ -12,6 +12,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -32,8 +33,9 @@ struct CacheOptions {
   CodecSpec codec;              // of sealed blocks
   int32_t sinks = 4;            // first tokens kept exact for every query, 0..64. More: closer to f16, bytes per sequence.
   int32_t recent_blocks = 0;    // sealed blocks before a query's own that it reads exactly. Each costs one f16 block per sequence.
-  int32_t max_step_tokens = 512;  // most tokens of one sequence per step; sizes the exact scratch
-  int32_t max_sequences = 1;      // live at once, forks included
+  int32_t max_step_tokens = 512;  // most tokens per step, all sequences together; sizes the exact scratch
+  int32_t max_sequences = 1;      // live at once, forks included; exact cells are set aside for each
+  int32_t max_threads = 0;        // most parts of a Compute; 0: as many as there are processors
   uint64_t ram_budget = 0;      // bytes of KV memory, never passed; 0: as much as the context takes. Less: older cells are
                                 // attended from the store, slower.
   std::string store;            // directory; needed for sessions and for a budget smaller than the context; "": none
@@ -47,8 +49,8 @@ struct CacheOptions {
 // Bytes of KV memory a configuration takes for `n_sequences` sequences of `context` tokens, exactly as the cache allocates.
 struct MemoryPlan {
   uint64_t coded = 0;      // sealed cells
-  uint64_t exact = 0;      // open blocks, sinks, replicas
-  uint64_t scratch = 0;    // exact cells of one step, streaming ring, attention work space
+  uint64_t exact = 0;      // open blocks, sinks, replicas; taken at the start
+  uint64_t scratch = 0;    // exact cells of one step and streaming rings; taken at the start
   uint64_t metadata = 0;   // block and cell tables
   uint64_t total = 0;      // coded + exact + scratch: what ram_budget bounds
   uint64_t minimum = 0;    // the smallest ram_budget that works at this context (with a store)
