@@ -1,0 +1,15 @@
+// The two clocks: the calendar's seconds for what is stored, and a steady one for waiting.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+
+namespace kvcell {
+
+inline int64_t UnixSeconds() {
+  return std::chrono::duration_cast<std::chrono::seconds>(std::chrono::system_clock::now().time_since_epoch()).count();
+}
+
+inline std::chrono::steady_clock::time_point SteadyNow() { return std::chrono::steady_clock::now(); }
+
+}  // namespace kvcell
