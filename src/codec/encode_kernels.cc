@@ -1,0 +1,54 @@
+// Instantiates the coding arithmetic once plainly and once for AVX2, and picks at first use.
+#include "codec/encode_kernels.h"
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+
+#include "codec/f16.h"
+#include "codec/hadamard.h"
+
+// The instances are target-attribute regions over one text, not files with flags of their own: nothing outside the regions
+// can be compiled for an instruction set that the machine lacks.
+namespace kvcell::encode_baseline {
+constexpr char kName[] = "baseline";
+#include "codec/encode_kernels.inc"
+}  // namespace kvcell::encode_baseline
+
+#if defined(__x86_64__)
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2")
+#endif
+namespace kvcell::encode_avx2 {
+constexpr char kName[] = "avx2";
+#include "codec/encode_kernels.inc"
+}  // namespace kvcell::encode_avx2
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#endif
+
+namespace kvcell {
+
+const EncodeKernels& BaselineEncodeKernels() { return encode_baseline::kKernels; }
+
+const EncodeKernels* Avx2EncodeKernels() {
+#if defined(__x86_64__)
+  static const bool has = __builtin_cpu_supports("avx2");
+  return has ? &encode_avx2::kKernels : nullptr;
+#else
+  return nullptr;
+#endif
+}
+
+const EncodeKernels& BestEncodeKernels() {
+  const EncodeKernels* avx2 = Avx2EncodeKernels();
+  return avx2 != nullptr ? *avx2 : BaselineEncodeKernels();
+}
+
+}  // namespace kvcell
