@@ -5,6 +5,7 @@
 // Online softmax as in FlashAttention (arXiv 2205.14135), split over tokens and merged as in Flash-Decoding.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -16,13 +17,17 @@
 
 namespace kvcell {
 
+namespace attention_internal {
+struct KernelSet;
+}
+
 // What one KV head of one layer needs: shape, score function and the layouts of its cells.
 struct HeadContext {
   int32_t dk = 0;
   int32_t dv = 0;
   float scale = 0.0f;
   float softcap = 0.0f;     // <= 0: none; applied before the mask
-  CellLayout coded;         // layout of this layer's sealed cells
+  CellLayout coded;         // layout of this layer's sealed cells; integer codes need scales >= 0, as EncodeCell writes them
 };
 
 struct CellRef {
@@ -44,7 +49,9 @@ struct QueryRows {
   const float* alibi_slope = nullptr;  // [n_rows] or null: score += slope * (position - (end[r] - 1))
 };
 
-// Queries in the forms that the kernels read (rotated, rounded to int8 with their scales, per-group sums), made once per tile.
+// Queries in the forms that the kernels read (rotated, rounded to integers with their scales, their sums), made once per tile.
+// `head` and the arrays of `rows` must live as long as the queries are attended with; the q vectors are copied. A row that
+// holds a NaN or an infinity gives NaN in that row's output and touches no other row. The memory grows once and is reused.
 class PreparedQueries {
  public:
   void Prepare(const HeadContext& head, const QueryRows& rows);
@@ -54,8 +61,19 @@ class PreparedQueries {
  private:
   friend struct AttentionAccess;
   const HeadContext* head_ = nullptr;
+  const attention_internal::KernelSet* kernels_ = nullptr;
   QueryRows rows_;
-  std::vector<std::byte> storage_;  // grows once, reused
+  int32_t stride_ = 0;             // elements from row to row of the arrays below
+  int32_t scale_stride_ = 0;
+  int64_t first_begin_ = 0;        // the union of what the rows see
+  int64_t last_end_ = 0;
+  std::array<uint8_t, kLevelCount> k_levels_{};  // of int4 K, biased to be unsigned
+  std::vector<float> exact_;       // [n_rows][stride] plain, score scale folded in: for exact cells
+  std::vector<float> coded_;       // [n_rows][stride] rotated, score scale folded in: for offsets and f16 codes
+  std::vector<int16_t> int16_;     // [n_rows][stride] rounded per group: for int8 codes
+  std::vector<int8_t> int8_;       // [n_rows][stride] rounded per group: for int4 codes
+  std::vector<float> scale_;       // [n_rows][n_groups] of the rounded forms
+  std::vector<int32_t> start_;     // [n_rows][n_groups] what a group's integer sum starts from (level bias taken off)
 };
 
 // Running softmax state of n_rows rows: maximum score, sum of weights, weighted values (rotated and plain kept apart, since
@@ -68,18 +86,33 @@ class Partial {
  private:
   friend struct AttentionAccess;
   int32_t n_rows_ = 0;
-  std::vector<float> storage_;
+  int32_t stride_ = 0;            // padded dv
+  std::vector<float> max_;        // [n_rows] of scores in units of log2; -inf: no token seen
+  std::vector<float> sum_;        // [n_rows]
+  std::vector<float> values_;     // [n_rows][stride] in the basis of exact cells
+  std::vector<float> rotated_;    // [n_rows][stride] in the basis of coded cells, where that is another one
+};
+
+// The weight that one cell got from one row, relative to a maximum that later cells may raise: see CellMasses.
+struct CellWeight {
+  float max = 0.0f;  // in units of log2
+  float sum = 0.0f;
 };
 
 // Attends to the cells in order, adding to `state`. Cells that no row sees are skipped. Bytes outside [first, last) never
-// influence the result, whatever they hold.
-void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state);
+// influence the result, whatever they hold. `weights`, where given, receives [n_cells][n_rows] for CellMasses.
+void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state, CellWeight* weights = nullptr);
 
 // into = into + from, as if from's cells had been attended after into's (up to float rounding, in a fixed order).
 void Merge(const HeadContext& head, const Partial& from, Partial* into);
 
-// Writes out[r] = [dv] for every row. A row that saw no token gives zeros.
-void Finish(const HeadContext& head, const Partial& state, float* const* out);
+// Writes out[r] = [dv] for every row. A row that saw no token gives zeros. `sink_logits` [n_rows], where given, join each
+// row's softmax denominator without a value (attention sinks as learned logits).
+void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits = nullptr);
+
+// The share of each row's attention that went to each cell: mass[c] += sum over rows of the softmax weights of cell c's tokens,
+// `weights` [n_cells][n_rows] being what Attend gave and `state` the merged state of all cells that the rows saw.
+void CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass);
 
 // The instruction set in use: "scalar", "avx2", "avx512", "neon". Chosen at first use, best first; KVCELL_ISA forces one.
 std::string_view AttentionIsa();
@@ -87,5 +120,7 @@ std::string_view AttentionIsa();
 std::vector<std::string_view> AttentionIsasFound();
 // kUnsupported, naming what is there, where KVCELL_ISA asks for something that this machine lacks. Call before first use.
 Status CheckForcedIsa();
+// Makes queries prepared from now on use `isa`; kUnsupported, changing nothing, where this machine lacks it. Thread-safe.
+Status UseAttentionIsa(std::string_view isa);
 
 }  // namespace kvcell

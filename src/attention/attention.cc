@@ -1,0 +1,380 @@
+// Prepares queries, walks cells in order with one instruction set's kernels, merges and finishes partial results.
+#include "attention/attention.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstring>
+#include <limits>
+#include <utility>
+
+#include "attention/dispatch.h"
+#include "attention/kernels.h"
+#include "codec/cell_codec.h"
+
+namespace kvcell {
+
+using namespace attention_internal;
+
+struct AttentionAccess {
+  static void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state, CellWeight* weights);
+  static void Merge(const Partial& from, Partial* into);
+  static void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits);
+  static void CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass);
+};
+
+namespace {
+
+constexpr float kNone = -std::numeric_limits<float>::infinity();
+
+constexpr int Pad16(int n) { return (n + 15) / 16 * 16; }
+
+Code CodeOf(const SideLayout& side) {
+  switch (side.spec.type) {
+    case SideSpec::Type::kInt8: return kCodeInt8;
+    case SideSpec::Type::kInt4: return kCodeInt4;
+    case SideSpec::Type::kF16: break;
+  }
+  return kCodeF16;
+}
+
+template <typename T>
+void Grow(std::vector<T>* v, size_t n) {
+  if (v->size() < n) v->resize(n);
+}
+
+// Rounds one group of q to integers of at most `top`; returns the factor that undoes it: NaN where a value is not finite.
+template <typename Int>
+float RoundGroup(const float* q, int n, float top, Int* out) {
+  float largest = 0.0f;
+  bool finite = true;
+  for (int i = 0; i < n; ++i) {
+    largest = std::max(largest, std::fabs(q[i]));
+    finite = finite && std::isfinite(q[i]);
+  }
+  std::fill_n(out, n, Int{0});
+  if (!finite) return std::numeric_limits<float>::quiet_NaN();
+  if (largest < std::numeric_limits<float>::min()) return 0.0f;
+  const float inverse = top / largest;
+  if (!std::isfinite(inverse)) return 0.0f;
+  for (int i = 0; i < n; ++i) out[i] = static_cast<Int>(std::nearbyint(q[i] * inverse));
+  return largest / top;
+}
+
+// Work space of one Attend call: big enough for every shape, so nothing is allocated on the way.
+struct Scratch {
+  alignas(64) float k_scale[kMaxGroups * kBlockTokens];
+  alignas(64) float v_scale[kMaxGroups * kBlockTokens];
+  alignas(64) float scores[kMaxRows * kBlockTokens];
+  alignas(64) int16_t w[kMaxRows * kMaxGroups * kBlockTokens];  // uint8 for int4 codes
+  float w_scale[kMaxRows * kMaxGroups];
+  float bias[kMaxRows];
+};
+
+// One side of one cell as the kernels see it.
+struct Plane {
+  Code code = kCodeF16;
+  const std::byte* codes = nullptr;
+  const std::byte* prefetch = nullptr;
+  const SideLayout* side = nullptr;  // null for an exact cell
+};
+
+}  // namespace
+
+void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
+  head_ = &head;
+  rows_ = rows;
+  kernels_ = &ActiveKernels();
+  const SideLayout& k = head.coded.k;
+  const Code code = CodeOf(k);
+  const auto n_rows = static_cast<size_t>(rows.n_rows);
+  stride_ = Pad16(head.dk);
+  scale_stride_ = k.n_groups;
+  const auto stride = static_cast<size_t>(stride_);
+  Grow(&exact_, n_rows * stride);
+  if (code != kCodeF16) {
+    Grow(&coded_, n_rows * stride);
+    Grow(&scale_, n_rows * static_cast<size_t>(scale_stride_));
+    Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
+  }
+  if (code == kCodeInt8) Grow(&int16_, n_rows * stride);
+  if (code == kCodeInt4) Grow(&int8_, n_rows * stride);
+
+  const auto& levels = LevelTable(k.spec.levels);
+  for (size_t i = 0; i < levels.size(); ++i) k_levels_[i] = static_cast<uint8_t>(levels[i] + kLevelBias);
+
+  first_begin_ = std::numeric_limits<int64_t>::max();
+  last_end_ = std::numeric_limits<int64_t>::min();
+  // Scores come out in units of log2; with a softcap as the argument of its tanh.
+  const float factor = head.softcap > 0.0f ? head.scale / head.softcap : head.scale * kLog2E;
+  for (size_t r = 0; r < n_rows; ++r) {
+    first_begin_ = std::min(first_begin_, rows.begin[r]);
+    last_end_ = std::max(last_end_, rows.end[r]);
+    float* exact = exact_.data() + r * stride;
+    std::fill_n(exact, stride, 0.0f);
+    for (int d = 0; d < head.dk; ++d) exact[d] = rows.q[r][d] * factor;
+    if (code == kCodeF16) continue;
+    float* coded = coded_.data() + r * stride;
+    std::copy_n(exact, stride, coded);
+    if (k.spec.rotate) RotateInPlace(k, coded);
+    for (int g = 0; g < k.n_groups; ++g) {
+      const int begin = g * k.spec.group;
+      const int n = std::min<int>(k.spec.group, stride_ - begin);
+      const size_t at = r * static_cast<size_t>(scale_stride_) + static_cast<size_t>(g);
+      if (code == kCodeInt8) {
+        scale_[at] = RoundGroup(coded + begin, n, 32767.0f, int16_.data() + r * stride + begin);
+      } else {
+        int8_t* out = int8_.data() + r * stride + begin;
+        scale_[at] = RoundGroup(coded + begin, n, 127.0f, out);
+        int32_t sum = 0;
+        for (int i = 0; i < n; ++i) sum += out[i];
+        start_[at] = -kLevelBias * sum;
+      }
+    }
+  }
+}
+
+void Partial::Reset(const HeadContext& head, int n_rows) {
+  n_rows_ = n_rows;
+  stride_ = Pad16(head.dv);
+  const auto rows = static_cast<size_t>(n_rows);
+  const size_t values = rows * static_cast<size_t>(stride_);
+  max_.assign(rows, kNone);
+  sum_.assign(rows, 0.0f);
+  values_.assign(values, 0.0f);
+  rotated_.assign(head.coded.v.spec.rotate ? values : 0, 0.0f);
+}
+
+namespace {
+
+// Rows [begin, end) of a cell that one row sees, as token numbers of the cell; empty where end <= begin.
+struct Visible {
+  int begin = 0;
+  int end = 0;
+};
+
+Visible VisibleTokens(const CellRef& cell, const QueryRows& rows, int r) {
+  const auto clamp = [&](int64_t position) {
+    return static_cast<int>(std::clamp<int64_t>(position - cell.position, cell.first, cell.last));
+  };
+  return {clamp(rows.begin[r]), clamp(rows.end[r])};
+}
+
+}  // namespace
+
+void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state,
+                             CellWeight* weights) {
+  static thread_local Scratch scratch;
+  const KernelSet& kernels = *queries.kernels_;
+  const HeadContext& head = *queries.head_;
+  const QueryRows& rows = queries.rows_;
+  const CellLayout& coded = head.coded;
+  const auto n_rows = static_cast<size_t>(rows.n_rows);
+  if (weights != nullptr) std::fill_n(weights, cells.size() * n_rows, CellWeight{kNone, 0.0f});
+
+  for (size_t i = 0; i < cells.size(); ++i) {
+    const CellRef& cell = cells[i];
+    if (cell.last <= cell.first || cell.position + cell.last <= queries.first_begin_ ||
+        cell.position + cell.first >= queries.last_end_) {
+      continue;
+    }
+    const bool is_coded = cell.kind == CellRef::Kind::kCoded;
+    Plane k, v;
+    if (is_coded) {
+      k = {CodeOf(coded.k), cell.bytes + coded.k.codes, nullptr, &coded.k};
+      v = {CodeOf(coded.v), cell.bytes + coded.v.codes, nullptr, &coded.v};
+    } else {
+      k.codes = cell.bytes;
+      v.codes = cell.bytes + cell.exact->v;
+    }
+    // The next cell is fetched while this one is computed, plane by plane; where there is none, this one again (a hit).
+    const CellRef* next = i + 1 < cells.size() && cells[i + 1].kind == cell.kind ? &cells[i + 1] : &cell;
+    const bool same_layout = is_coded || (next->exact->n_tokens == cell.exact->n_tokens);
+    const std::byte* next_bytes = same_layout ? next->bytes : cell.bytes;
+    k.prefetch = next_bytes + (k.codes - cell.bytes);
+    v.prefetch = next_bytes + (v.codes - cell.bytes);
+
+    bool scales_ready = false;
+    for (int r0 = 0; r0 < rows.n_rows;) {
+      // A block: as many neighbouring rows as see something of this cell.
+      Visible seen[kMaxRows];
+      int n = 0;
+      int union_begin = cell.last, union_end = cell.first;
+      for (; n < kMaxRows && r0 + n < rows.n_rows; ++n) {
+        seen[n] = VisibleTokens(cell, rows, r0 + n);
+        if (seen[n].end <= seen[n].begin) break;
+        union_begin = std::min(union_begin, seen[n].begin);
+        union_end = std::max(union_end, seen[n].end);
+      }
+      if (n == 0) {
+        ++r0;
+        continue;
+      }
+      if (!scales_ready) {
+        scales_ready = true;
+        for (const auto& [plane, out] : {std::pair(&k, scratch.k_scale), std::pair(&v, scratch.v_scale)}) {
+          if (plane->code == kCodeF16) continue;
+          kernels.expand_scales(cell.bytes + plane->side->scales, plane->side->n_groups, plane->side->rows_per_scale,
+                                cell.first, cell.last, out);
+        }
+      }
+
+      ScoreArgs score;
+      score.codes = k.codes;
+      score.prefetch = k.prefetch;
+      score.dim = head.dk;
+      score.dim_padded = queries.stride_;
+      score.begin = union_begin;
+      score.end = union_end;
+      score.n_tokens = is_coded ? kBlockTokens : cell.exact->n_tokens;
+      score.q_stride = queries.stride_;
+      score.bias = scratch.bias;
+      score.scores = scratch.scores;
+      std::fill_n(scratch.bias, kMaxRows, 0.0f);
+      const auto row = static_cast<size_t>(r0);
+      const size_t q_at = row * static_cast<size_t>(queries.stride_);
+      if (k.code == kCodeF16) {
+        score.q = queries.exact_.data() + q_at;
+      } else {
+        score.q = k.code == kCodeInt4 ? static_cast<const void*>(queries.int8_.data() + q_at) : queries.int16_.data() + q_at;
+        score.group = k.side->n_groups == 1 ? kMaxHeadDim : k.side->spec.group;
+        score.n_groups = k.side->n_groups;
+        score.k_scale = scratch.k_scale;
+        score.levels = queries.k_levels_.data();
+        score.scale_stride = queries.scale_stride_;
+        score.q_scale = queries.scale_.data() + row * static_cast<size_t>(queries.scale_stride_);
+        score.q_start = queries.start_.data() + row * static_cast<size_t>(queries.scale_stride_);
+        if (k.side->spec.channel_offset) {
+          float offset_scale;
+          std::memcpy(&offset_scale, cell.bytes + offsetof(CellHeader, k_offset_scale), sizeof(offset_scale));
+          kernels.offset_bias(cell.bytes + k.side->channel_offset, offset_scale, k.side->dim_padded,
+                              queries.coded_.data() + q_at, queries.stride_, n, scratch.bias);
+        }
+      }
+      kernels.score[k.code][static_cast<size_t>(n - 1)](score);
+
+      ValueArgs value;
+      value.codes = v.codes;
+      value.prefetch = v.prefetch;
+      value.dim_padded = state->stride_;
+      value.begin = union_begin;
+      value.end = union_end;
+      value.w = scratch.scores;
+      value.acc_stride = state->stride_;
+      value.acc = is_coded && !state->rotated_.empty() ? state->rotated_.data() : state->values_.data();
+      value.acc += row * static_cast<size_t>(state->stride_);
+      if (v.code != kCodeF16) {
+        value.group = v.side->n_groups == 1 ? kMaxHeadDim : v.side->spec.group;
+        value.n_groups = v.side->n_groups;
+        value.levels = LevelTable(v.side->spec.levels).data();
+        value.w = scratch.w;
+        value.w_scale = scratch.w_scale;
+      }
+      for (int b = 0; b < n; ++b) {
+        const size_t r = row + static_cast<size_t>(b);
+        SoftmaxArgs softmax;
+        softmax.scores = scratch.scores + b * kBlockTokens;
+        softmax.begin = seen[b].begin;
+        softmax.end = seen[b].end;
+        softmax.max = state->max_[r];
+        softmax.softcap = head.softcap > 0.0f ? head.softcap * kLog2E : 0.0f;
+        if (rows.alibi_slope != nullptr) {
+          softmax.has_slope = true;
+          softmax.slope = rows.alibi_slope[r] * kLog2E;
+          softmax.first_distance = static_cast<float>(cell.position - (rows.end[r] - 1));
+        }
+        kernels.softmax(&softmax);
+        if (softmax.max > state->max_[r]) {
+          if (state->sum_[r] != 0.0f) {
+            const float factor = std::exp2(state->max_[r] - softmax.max);
+            state->sum_[r] *= factor;
+            kernels.scale(state->values_.data() + r * static_cast<size_t>(state->stride_), state->stride_, factor);
+            if (!state->rotated_.empty()) {
+              kernels.scale(state->rotated_.data() + r * static_cast<size_t>(state->stride_), state->stride_, factor);
+            }
+          }
+          state->max_[r] = softmax.max;
+        }
+        state->sum_[r] += softmax.sum;
+        if (weights != nullptr) weights[i * n_rows + r] = {softmax.max, softmax.sum};
+        const ptrdiff_t w_at = static_cast<ptrdiff_t>(b) * value.n_groups * kBlockTokens;
+        float* w_scale = scratch.w_scale + b * value.n_groups;
+        if (v.code == kCodeInt4) {
+          kernels.weights8(softmax.scores, scratch.v_scale, value.n_groups, reinterpret_cast<uint8_t*>(scratch.w) + w_at,
+                           w_scale);
+        } else if (v.code == kCodeInt8) {
+          kernels.weights16(softmax.scores, scratch.v_scale, value.n_groups, scratch.w + w_at, w_scale);
+        }
+      }
+      kernels.value[v.code][static_cast<size_t>(n - 1)](value);
+      r0 += n;
+    }
+  }
+}
+
+void AttentionAccess::Merge(const Partial& from, Partial* into) {
+  const auto stride = static_cast<size_t>(into->stride_);
+  for (size_t r = 0; r < static_cast<size_t>(into->n_rows_); ++r) {
+    if (from.max_[r] == kNone && from.sum_[r] == 0.0f) continue;
+    const float max = std::max(from.max_[r], into->max_[r]);
+    const float a = into->max_[r] == kNone ? 0.0f : std::exp2(into->max_[r] - max);
+    const float b = std::exp2(from.max_[r] - max);
+    into->max_[r] = max;
+    into->sum_[r] = into->sum_[r] * a + from.sum_[r] * b;
+    const auto add = [&](const std::vector<float>& x, std::vector<float>* y) {
+      if (y->empty()) return;
+      for (size_t c = r * stride; c < (r + 1) * stride; ++c) (*y)[c] = (*y)[c] * a + x[c] * b;
+    };
+    add(from.values_, &into->values_);
+    add(from.rotated_, &into->rotated_);
+  }
+}
+
+void AttentionAccess::Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits) {
+  for (size_t r = 0; r < static_cast<size_t>(state.n_rows_); ++r) {
+    const auto dv = static_cast<size_t>(head.dv);
+    const size_t at = r * static_cast<size_t>(state.stride_);
+    float* y = out[r];
+    float sum = state.sum_[r];
+    if (sink_logits != nullptr) sum += std::exp2(sink_logits[r] * kLog2E - state.max_[r]);
+    if (state.sum_[r] == 0.0f) {
+      std::fill_n(y, dv, 0.0f);
+      continue;
+    }
+    if (state.rotated_.empty()) {
+      for (size_t c = 0; c < dv; ++c) y[c] = state.values_[at + c] / sum;
+      continue;
+    }
+    std::copy_n(state.rotated_.data() + at, dv, y);
+    RotateInPlace(head.coded.v, y);
+    for (size_t c = 0; c < dv; ++c) y[c] = (y[c] + state.values_[at + c]) / sum;
+  }
+}
+
+void AttentionAccess::CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass) {
+  const auto n_rows = static_cast<size_t>(state.n_rows_);
+  for (size_t c = 0; c < mass.size(); ++c) {
+    for (size_t r = 0; r < n_rows; ++r) {
+      const CellWeight& w = weights[c * n_rows + r];
+      if (w.sum > 0.0f) mass[c] += w.sum * std::exp2(w.max - state.max_[r]) / state.sum_[r];
+    }
+  }
+}
+
+void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state, CellWeight* weights) {
+  AttentionAccess::Attend(queries, cells, state, weights);
+}
+
+void Merge(const HeadContext&, const Partial& from, Partial* into) { AttentionAccess::Merge(from, into); }
+
+void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits) {
+  AttentionAccess::Finish(head, state, out, sink_logits);
+}
+
+void CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass) {
+  AttentionAccess::CellMasses(state, weights, mass);
+}
+
+}  // namespace kvcell

@@ -1,0 +1,465 @@
+// Kernels for AVX2, FMA and F16C: 8 tokens (scores) or 8 dimensions (values) a register, codes multiplied as bytes.
+#if defined(__x86_64__)
+
+#include <cpuid.h>
+#include <immintrin.h>
+
+#include <cstring>
+
+#include "attention/kernels.h"
+#include "codec/f16.h"
+
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+
+namespace kvcell::attention_internal {
+namespace {
+
+KVCELL_INLINE __m256i Load(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+KVCELL_INLINE __m128i Load128(const void* p) { return _mm_loadu_si128(static_cast<const __m128i*>(p)); }
+KVCELL_INLINE __m256 LoadHalf8(const std::byte* p) { return _mm256_cvtph_ps(Load128(p)); }
+KVCELL_INLINE __m256i Broadcast4(const void* p) {
+  int32_t x;
+  std::memcpy(&x, p, sizeof(x));
+  return _mm256_set1_epi32(x);
+}
+KVCELL_INLINE __m256i Broadcast8(const void* p) {
+  int64_t x;
+  std::memcpy(&x, p, sizeof(x));
+  return _mm256_set1_epi64x(x);
+}
+KVCELL_INLINE void Prefetch(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
+
+KVCELL_INLINE float Sum(__m256 x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+KVCELL_INLINE float Max(__m256 x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+// 2^x for x <= 0; NaN stays NaN.
+KVCELL_INLINE __m256 Exp2(__m256 x) {
+  x = _mm256_max_ps(_mm256_set1_ps(kExp2Min), x);
+  const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const __m256 f = _mm256_sub_ps(x, n);
+  __m256 p = _mm256_fmadd_ps(_mm256_set1_ps(kExp2[5]), f, _mm256_set1_ps(kExp2[4]));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[3]));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[2]));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[1]));
+  p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[0]));
+  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(exponent));
+}
+
+// tanh through 2^x: absolute error below 3e-7.
+KVCELL_INLINE __m256 Tanh(__m256 x) {
+  const __m256 sign_bit = _mm256_set1_ps(-0.0f);
+  const __m256 e = Exp2(_mm256_mul_ps(_mm256_andnot_ps(sign_bit, x), _mm256_set1_ps(-2.0f * kLog2E)));
+  const __m256 one = _mm256_set1_ps(1.0f);
+  const __m256 t = _mm256_div_ps(_mm256_sub_ps(one, e), _mm256_add_ps(one, e));
+  return _mm256_or_ps(t, _mm256_and_ps(sign_bit, x));
+}
+
+// All-ones in the lanes of tokens [begin, end) of the 8 that start at `first`.
+KVCELL_INLINE __m256 LaneMask(int first, int begin, int end) {
+  const __m256i t = _mm256_add_epi32(_mm256_set1_epi32(first), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7));
+  return _mm256_castsi256_ps(_mm256_and_si256(_mm256_cmpgt_epi32(t, _mm256_set1_epi32(begin - 1)),
+                                              _mm256_cmpgt_epi32(_mm256_set1_epi32(end), t)));
+}
+
+void ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out) {
+  const int n = kBlockTokens / rows_per_scale;
+  for (int g = 0; g < n_groups; ++g) {
+    const std::byte* in = scales + static_cast<ptrdiff_t>(g) * n * 2;
+    float* row = out + g * kBlockTokens;
+    if (rows_per_scale == 1) {
+      for (int t = 0; t < kBlockTokens; t += 8) _mm256_storeu_ps(row + t, LoadHalf8(in + t * 2));
+    } else {
+      for (int t = 0; t < kBlockTokens; ++t) {
+        uint16_t half;
+        std::memcpy(&half, in + t / rows_per_scale * 2, sizeof(half));
+        row[t] = F16ToF32(half);
+      }
+    }
+    for (int t = 0; t < begin; ++t) row[t] = 0.0f;
+    for (int t = end; t < kBlockTokens; ++t) row[t] = 0.0f;
+  }
+}
+
+KVCELL_INLINE __m256 LoadInt8(const std::byte* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+}
+
+void OffsetBias(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, int n_rows,
+                float* bias) {
+  for (int r = 0; r < n_rows; ++r) {
+    const float* row = q + static_cast<ptrdiff_t>(r) * q_stride;
+    __m256 a = _mm256_setzero_ps(), b = _mm256_setzero_ps();
+    for (int c = 0; c < dim_padded; c += 16) {
+      a = _mm256_fmadd_ps(LoadInt8(offset + c), _mm256_loadu_ps(row + c), a);
+      b = _mm256_fmadd_ps(LoadInt8(offset + c + 8), _mm256_loadu_ps(row + c + 8), b);
+    }
+    bias[r] = Sum(_mm256_add_ps(a, b)) * scale;
+  }
+}
+
+// Decodes 32 code bytes to 64 levels: the low nibbles' in `lo`, the high nibbles' in `hi`.
+KVCELL_INLINE void Decode4(const std::byte* p, __m256i table, __m256i* lo, __m256i* hi) {
+  const __m256i nibble = _mm256_set1_epi8(15);
+  const __m256i x = Load(p);
+  *lo = _mm256_shuffle_epi8(table, _mm256_and_si256(x, nibble));
+  *hi = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble));
+}
+
+template <int R>
+void ScoreInt4(const ScoreArgs& a) {
+  const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
+  const __m256i ones = _mm256_set1_epi16(1);
+  const int n_chunks = a.dim_padded / 8;
+  const int group_chunks = a.group / 8;
+  const int8_t* q = static_cast<const int8_t*>(a.q);
+  for (int t = 0; t < kBlockTokens; t += 8) {
+    const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks * 64 + (t & 8) * 4;
+    const std::byte* codes = a.codes + tile;
+    const std::byte* prefetch = a.prefetch + tile;
+    __m256 s[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) s[r] = _mm256_set1_ps(a.bias[r]);
+    for (int g = 0, c = 0; g < a.n_groups; ++g) {
+      const int c_end = c + group_chunks < n_chunks ? c + group_chunks : n_chunks;
+      __m256i acc[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.q_start[r * a.scale_stride + g]);
+      for (; c < c_end; ++c) {
+        __m256i lo, hi;
+        Decode4(codes + c * 64, table, &lo, &hi);
+        Prefetch(prefetch + c * 64);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const int8_t* qc = q + r * a.q_stride + c * 8;
+          const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(lo, Broadcast4(qc)),
+                                               _mm256_maddubs_epi16(hi, Broadcast4(qc + 4)));
+          acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(sum, ones));
+        }
+      }
+      const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m256 row_scale = _mm256_mul_ps(scale, _mm256_set1_ps(a.q_scale[r * a.scale_stride + g]));
+        s[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), row_scale, s[r]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) _mm256_storeu_ps(a.scores + r * kBlockTokens + t, s[r]);
+  }
+}
+
+template <int R>
+void ValueInt4(const ValueArgs& a) {
+  const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
+  const __m256i ones = _mm256_set1_epi16(1);
+  const uint8_t* w = static_cast<const uint8_t*>(a.w);
+  const int w_stride = a.n_groups * kBlockTokens;
+  for (int d = 0; d < a.dim_padded; d += 8) {
+    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * (kBlockTokens / 8) * 64 + (d & 8) * 4;
+    const std::byte* codes = a.codes + tile;
+    const std::byte* prefetch = a.prefetch + tile;
+    const int g = d / a.group;
+    const uint8_t* wg = w + g * kBlockTokens;
+    __m256i acc[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_si256();
+    for (int c = 0; c < kBlockTokens / 8; ++c) {
+      __m256i lo, hi;
+      Decode4(codes + c * 64, table, &lo, &hi);
+      Prefetch(prefetch + c * 64);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* wc = wg + r * w_stride + c * 8;
+        const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(Broadcast4(wc), lo),
+                                             _mm256_maddubs_epi16(Broadcast4(wc + 4), hi));
+        acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(sum, ones));
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
+      const __m256 scale = _mm256_set1_ps(a.w_scale[r * a.n_groups + g]);
+      _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), scale, _mm256_loadu_ps(out)));
+    }
+  }
+}
+
+// Sums of two int32 pairs per lane group, in token order: x holds (t0 t0 t1 t1 | t2 t2 t3 t3), y the next four.
+KVCELL_INLINE __m256i SumPairs(__m256i x, __m256i y) {
+  return _mm256_permute4x64_epi64(_mm256_hadd_epi32(x, y), 0xD8);
+}
+
+// int8 codes are widened to 16 bits and multiplied with 16-bit q or weights: exact to the codes' own precision.
+template <int R>
+void ScoreInt8(const ScoreArgs& a) {
+  const int n_chunks = a.dim_padded / 4;
+  const int group_chunks = a.group / 4;
+  const int16_t* q = static_cast<const int16_t*>(a.q);
+  for (int t = 0; t < kBlockTokens; t += 8) {
+    const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks * 64 + (t & 8) * 4;
+    const std::byte* codes = a.codes + tile;
+    const std::byte* prefetch = a.prefetch + tile;
+    __m256 s[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) s[r] = _mm256_set1_ps(a.bias[r]);
+    for (int g = 0, c = 0; g < a.n_groups; ++g) {
+      const int c_end = c + group_chunks < n_chunks ? c + group_chunks : n_chunks;
+      __m256i acc0[R], acc1[R];
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) acc0[r] = acc1[r] = _mm256_setzero_si256();
+      for (; c < c_end; ++c) {
+        const __m256i x0 = _mm256_cvtepi8_epi16(Load128(codes + c * 64));
+        const __m256i x1 = _mm256_cvtepi8_epi16(Load128(codes + c * 64 + 16));
+        Prefetch(prefetch + c * 64);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const __m256i qc = Broadcast8(q + r * a.q_stride + c * 4);
+          acc0[r] = _mm256_add_epi32(acc0[r], _mm256_madd_epi16(x0, qc));
+          acc1[r] = _mm256_add_epi32(acc1[r], _mm256_madd_epi16(x1, qc));
+        }
+      }
+      const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m256 row_scale = _mm256_mul_ps(scale, _mm256_set1_ps(a.q_scale[r * a.scale_stride + g]));
+        s[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(SumPairs(acc0[r], acc1[r])), row_scale, s[r]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) _mm256_storeu_ps(a.scores + r * kBlockTokens + t, s[r]);
+  }
+}
+
+template <int R>
+void ValueInt8(const ValueArgs& a) {
+  const int16_t* w = static_cast<const int16_t*>(a.w);
+  const int w_stride = a.n_groups * kBlockTokens;
+  for (int d = 0; d < a.dim_padded; d += 8) {
+    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * (kBlockTokens / 4) * 64 + (d & 8) * 4;
+    const std::byte* codes = a.codes + tile;
+    const std::byte* prefetch = a.prefetch + tile;
+    const int g = d / a.group;
+    const int16_t* wg = w + g * kBlockTokens;
+    __m256i acc0[R], acc1[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) acc0[r] = acc1[r] = _mm256_setzero_si256();
+    for (int c = 0; c < kBlockTokens / 4; ++c) {
+      const __m256i x0 = _mm256_cvtepi8_epi16(Load128(codes + c * 64));
+      const __m256i x1 = _mm256_cvtepi8_epi16(Load128(codes + c * 64 + 16));
+      Prefetch(prefetch + c * 64);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m256i wc = Broadcast8(wg + r * w_stride + c * 4);
+        acc0[r] = _mm256_add_epi32(acc0[r], _mm256_madd_epi16(x0, wc));
+        acc1[r] = _mm256_add_epi32(acc1[r], _mm256_madd_epi16(x1, wc));
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
+      const __m256 scale = _mm256_set1_ps(a.w_scale[r * a.n_groups + g]);
+      const __m256 sum = _mm256_cvtepi32_ps(SumPairs(acc0[r], acc1[r]));
+      _mm256_storeu_ps(out, _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(out)));
+    }
+  }
+}
+
+template <int R>
+void ScoreF16(const ScoreArgs& a) {
+  const float* q = static_cast<const float*>(a.q);
+  const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(a.n_tokens) * 2;
+  for (int t = a.begin / 16 * 16; t < a.end; t += 16) {
+    const std::byte* k = a.codes + t * 2;
+    const std::byte* prefetch = a.prefetch + t * 2;
+    __m256 s0[R], s1[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) s0[r] = s1[r] = _mm256_set1_ps(a.bias[r]);
+    for (int d = 0; d < a.dim; ++d) {
+      const __m256 k0 = LoadHalf8(k + d * row_bytes);
+      const __m256 k1 = LoadHalf8(k + d * row_bytes + 16);
+      Prefetch(prefetch + d * row_bytes);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m256 qd = _mm256_broadcast_ss(q + r * a.q_stride + d);
+        s0[r] = _mm256_fmadd_ps(k0, qd, s0[r]);
+        s1[r] = _mm256_fmadd_ps(k1, qd, s1[r]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      _mm256_storeu_ps(a.scores + r * kBlockTokens + t, s0[r]);
+      _mm256_storeu_ps(a.scores + r * kBlockTokens + t + 8, s1[r]);
+    }
+  }
+}
+
+template <int R>
+void ValueF16(const ValueArgs& a) {
+  const float* w = static_cast<const float*>(a.w);
+  const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(a.dim_padded) * 2;
+  for (int d = 0; d < a.dim_padded; d += 16) {
+    const std::byte* v = a.codes + d * 2;
+    const std::byte* prefetch = a.prefetch + d * 2;
+    __m256 s0[R], s1[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) s0[r] = s1[r] = _mm256_setzero_ps();
+    for (int t = a.begin; t < a.end; ++t) {
+      const __m256 v0 = LoadHalf8(v + t * row_bytes);
+      const __m256 v1 = LoadHalf8(v + t * row_bytes + 16);
+      Prefetch(prefetch + t * row_bytes);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const __m256 wt = _mm256_broadcast_ss(w + r * kBlockTokens + t);
+        s0[r] = _mm256_fmadd_ps(v0, wt, s0[r]);
+        s1[r] = _mm256_fmadd_ps(v1, wt, s1[r]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
+      _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), s0[r]));
+      _mm256_storeu_ps(out + 8, _mm256_add_ps(_mm256_loadu_ps(out + 8), s1[r]));
+    }
+  }
+}
+
+void Softmax(SoftmaxArgs* a) {
+  const bool whole = a->begin == 0 && a->end == kBlockTokens;
+  const int t_begin = a->begin / 8 * 8;
+  const bool plain = a->softcap <= 0.0f && !a->has_slope;
+  const __m256 none = _mm256_set1_ps(-__builtin_inff());
+  __m256 max = none;
+  for (int t = t_begin; t < a->end; t += 8) {
+    __m256 s = _mm256_loadu_ps(a->scores + t);
+    if (!plain) {
+      if (a->softcap > 0.0f) s = _mm256_mul_ps(Tanh(s), _mm256_set1_ps(a->softcap));
+      if (a->has_slope) {
+        const __m256 lane = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+        const __m256 distance = _mm256_add_ps(_mm256_set1_ps(a->first_distance + static_cast<float>(t)), lane);
+        s = _mm256_fmadd_ps(distance, _mm256_set1_ps(a->slope), s);
+      }
+      _mm256_storeu_ps(a->scores + t, s);
+    }
+    if (!whole) s = _mm256_blendv_ps(none, s, LaneMask(t, a->begin, a->end));
+    max = _mm256_max_ps(max, s);
+  }
+  const float cell_max = Max(max);
+  if (cell_max > a->max) a->max = cell_max;
+  const __m256 top = _mm256_set1_ps(a->max);
+  __m256 sum = _mm256_setzero_ps();
+  for (int t = 0; t < t_begin; t += 8) _mm256_storeu_ps(a->scores + t, _mm256_setzero_ps());
+  int t = t_begin;
+  for (; t < a->end; t += 8) {
+    __m256 p = Exp2(_mm256_sub_ps(_mm256_loadu_ps(a->scores + t), top));
+    if (!whole) p = _mm256_and_ps(p, LaneMask(t, a->begin, a->end));
+    _mm256_storeu_ps(a->scores + t, p);
+    sum = _mm256_add_ps(sum, p);
+  }
+  for (; t < kBlockTokens; t += 8) _mm256_storeu_ps(a->scores + t, _mm256_setzero_ps());
+  a->sum = Sum(sum);
+}
+
+// The products p * v_scale of one group and the factor that takes the largest of them to `top`; 0 where they are too small.
+KVCELL_INLINE float ScaledWeights(const float* p, const float* v_scale, float top, __m256 w[8], float* w_scale) {
+  __m256 max = _mm256_setzero_ps();
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) {
+    w[i] = _mm256_mul_ps(_mm256_loadu_ps(p + i * 8), _mm256_loadu_ps(v_scale + i * 8));
+    max = _mm256_max_ps(max, w[i]);
+  }
+  const float largest = Max(max);
+  const bool counts = largest > kMinWeight;
+  *w_scale = counts ? largest / top : 0.0f;
+  return counts ? top / largest : 0.0f;
+}
+
+KVCELL_INLINE __m256i RoundPair(__m256 x, __m256 y, __m256 inverse) {
+  return _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(x, inverse)), _mm256_cvtps_epi32(_mm256_mul_ps(y, inverse)));
+}
+
+void Weights8(const float* p, const float* v_scale, int n_groups, uint8_t* w, float* w_scale) {
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+  for (int g = 0; g < n_groups; ++g) {
+    __m256 x[8];
+    const __m256 inverse = _mm256_set1_ps(ScaledWeights(p, v_scale + g * kBlockTokens, 255.0f, x, w_scale + g));
+#pragma GCC unroll 2
+    for (int h = 0; h < 2; ++h) {
+      const __m256i bytes = _mm256_packus_epi16(RoundPair(x[4 * h], x[4 * h + 1], inverse),
+                                                RoundPair(x[4 * h + 2], x[4 * h + 3], inverse));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(w + g * kBlockTokens + 32 * h),
+                          _mm256_permutevar8x32_epi32(bytes, order));
+    }
+  }
+}
+
+void Weights16(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale) {
+  for (int g = 0; g < n_groups; ++g) {
+    __m256 x[8];
+    const __m256 inverse = _mm256_set1_ps(ScaledWeights(p, v_scale + g * kBlockTokens, 32767.0f, x, w_scale + g));
+#pragma GCC unroll 4
+    for (int h = 0; h < 4; ++h) {
+      const __m256i words = _mm256_permute4x64_epi64(RoundPair(x[2 * h], x[2 * h + 1], inverse), 0xD8);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(w + g * kBlockTokens + 16 * h), words);
+    }
+  }
+}
+
+void Scale(float* x, int n, float factor) {
+  const __m256 f = _mm256_set1_ps(factor);
+  for (int i = 0; i < n; i += 8) _mm256_storeu_ps(x + i, _mm256_mul_ps(_mm256_loadu_ps(x + i), f));
+}
+
+}  // namespace
+}  // namespace kvcell::attention_internal
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace kvcell::attention_internal {
+
+static bool Avx2Available() {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  return __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0 && __builtin_cpu_supports("avx2") &&
+         __builtin_cpu_supports("fma");
+}
+
+const KernelSet& Avx2Kernels() {
+  static const KernelSet kernels = {
+      .name = "avx2",
+      .available = Avx2Available,
+      .expand_scales = ExpandScales,
+      .offset_bias = OffsetBias,
+      .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
+                 {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
+                 {ScoreInt4<1>, ScoreInt4<2>, ScoreInt4<3>, ScoreInt4<4>}}},
+      .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
+                 {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
+                 {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
+      .softmax = Softmax,
+      .weights8 = Weights8,
+      .weights16 = Weights16,
+      .scale = Scale,
+  };
+  return kernels;
+}
+
+}  // namespace kvcell::attention_internal
+
+#endif  // __x86_64__

@@ -1,0 +1,227 @@
+// Kernels in plain C++, for machines without a vector implementation and as the reading aid for the others.
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "attention/kernels.h"
+#include "codec/f16.h"
+
+namespace kvcell::attention_internal {
+namespace {
+
+float LoadHalf(const std::byte* p) {
+  uint16_t half;
+  std::memcpy(&half, p, sizeof(half));
+  return F16ToF32(half);
+}
+
+int8_t LoadInt8(const std::byte* p) { return static_cast<int8_t>(*p); }
+
+// 2^x for x <= 0; NaN stays NaN.
+float Exp2(float x) {
+  if (!(x > kExp2Min)) return std::isnan(x) ? x : 0.0f;
+  const float n = std::nearbyint(x);
+  const float f = x - n;
+  float p = kExp2[5];
+  for (int i = 4; i >= 0; --i) p = p * f + kExp2[i];
+  return p * std::bit_cast<float>((static_cast<int32_t>(n) + 127) << 23);
+}
+
+float Tanh(float x) {
+  const float e = Exp2(std::fabs(x) * (-2.0f * kLog2E));
+  return std::copysign((1.0f - e) / (1.0f + e), x);
+}
+
+void ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out) {
+  const int n = kBlockTokens / rows_per_scale;
+  for (int g = 0; g < n_groups; ++g) {
+    for (int t = 0; t < kBlockTokens; ++t) {
+      const bool holds = t >= begin && t < end;
+      out[g * kBlockTokens + t] = holds ? LoadHalf(scales + (g * n + t / rows_per_scale) * 2) : 0.0f;
+    }
+  }
+}
+
+void OffsetBias(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, int n_rows,
+                float* bias) {
+  for (int r = 0; r < n_rows; ++r) {
+    float sum = 0.0f;
+    for (int c = 0; c < dim_padded; ++c) sum += LoadInt8(offset + c) * q[r * q_stride + c];
+    bias[r] = sum * scale;
+  }
+}
+
+// Byte and shift of a code whose lane and place in its chunk are given: see cell_layout.h.
+int Nibble(const std::byte* line, int lane, int place) {
+  const int byte = static_cast<int>(line[lane * 4 + place % 4]);
+  return place < 4 ? byte & 15 : byte >> 4;
+}
+
+// Integer sums run over one group of q; `Dot` gives a token's or dim's product with one line of codes.
+template <int R>
+void ScoreInt4(const ScoreArgs& a) {
+  const int8_t* q = static_cast<const int8_t*>(a.q);
+  const int n_chunks = a.dim_padded / 8;
+  for (int t = 0; t < kBlockTokens; ++t) {
+    float s[R];
+    for (int r = 0; r < R; ++r) s[r] = a.bias[r];
+    for (int g = 0; g < a.n_groups; ++g) {
+      const int end = std::min((g + 1) * a.group, a.dim_padded);
+      int32_t acc[R];
+      for (int r = 0; r < R; ++r) acc[r] = a.q_start[r * a.scale_stride + g];
+      for (int d = g * a.group; d < end; ++d) {
+        const std::byte* line = a.codes + (t / 16 * n_chunks + d / 8) * 64;
+        const int level = a.levels[Nibble(line, t % 16, d % 8)];
+        for (int r = 0; r < R; ++r) acc[r] += level * q[r * a.q_stride + d];
+      }
+      const float scale = a.k_scale[g * kBlockTokens + t];
+      for (int r = 0; r < R; ++r) s[r] += static_cast<float>(acc[r]) * (scale * a.q_scale[r * a.scale_stride + g]);
+    }
+    for (int r = 0; r < R; ++r) a.scores[r * kBlockTokens + t] = s[r];
+  }
+}
+
+template <int R>
+void ScoreInt8(const ScoreArgs& a) {
+  const int16_t* q = static_cast<const int16_t*>(a.q);
+  const int n_chunks = a.dim_padded / 4;
+  for (int t = 0; t < kBlockTokens; ++t) {
+    float s[R];
+    for (int r = 0; r < R; ++r) s[r] = a.bias[r];
+    for (int g = 0; g < a.n_groups; ++g) {
+      const int end = std::min((g + 1) * a.group, a.dim_padded);
+      int32_t acc[R] = {};
+      for (int d = g * a.group; d < end; ++d) {
+        const int code = LoadInt8(a.codes + (t / 16 * n_chunks + d / 4) * 64 + t % 16 * 4 + d % 4);
+        for (int r = 0; r < R; ++r) acc[r] += code * q[r * a.q_stride + d];
+      }
+      const float scale = a.k_scale[g * kBlockTokens + t];
+      for (int r = 0; r < R; ++r) s[r] += static_cast<float>(acc[r]) * (scale * a.q_scale[r * a.scale_stride + g]);
+    }
+    for (int r = 0; r < R; ++r) a.scores[r * kBlockTokens + t] = s[r];
+  }
+}
+
+template <int R>
+void ScoreF16(const ScoreArgs& a) {
+  const float* q = static_cast<const float*>(a.q);
+  for (int t = a.begin; t < a.end; ++t) {
+    float s[R];
+    for (int r = 0; r < R; ++r) s[r] = a.bias[r];
+    for (int d = 0; d < a.dim; ++d) {
+      const float k = LoadHalf(a.codes + (d * a.n_tokens + t) * 2);
+      for (int r = 0; r < R; ++r) s[r] += k * q[r * a.q_stride + d];
+    }
+    for (int r = 0; r < R; ++r) a.scores[r * kBlockTokens + t] = s[r];
+  }
+}
+
+template <int R>
+void ValueInt4(const ValueArgs& a) {
+  const uint8_t* w = static_cast<const uint8_t*>(a.w);
+  for (int d = 0; d < a.dim_padded; ++d) {
+    const int g = d / a.group;
+    int32_t acc[R] = {};
+    for (int t = 0; t < kBlockTokens; ++t) {
+      const std::byte* line = a.codes + (d / 16 * (kBlockTokens / 8) + t / 8) * 64;
+      const int level = a.levels[Nibble(line, d % 16, t % 8)];
+      for (int r = 0; r < R; ++r) acc[r] += level * w[(r * a.n_groups + g) * kBlockTokens + t];
+    }
+    for (int r = 0; r < R; ++r) {
+      a.acc[r * a.acc_stride + d] += static_cast<float>(acc[r]) * a.w_scale[r * a.n_groups + g];
+    }
+  }
+}
+
+template <int R>
+void ValueInt8(const ValueArgs& a) {
+  const int16_t* w = static_cast<const int16_t*>(a.w);
+  for (int d = 0; d < a.dim_padded; ++d) {
+    const int g = d / a.group;
+    int32_t acc[R] = {};
+    for (int t = 0; t < kBlockTokens; ++t) {
+      const int code = LoadInt8(a.codes + (d / 16 * (kBlockTokens / 4) + t / 4) * 64 + d % 16 * 4 + t % 4);
+      for (int r = 0; r < R; ++r) acc[r] += code * w[(r * a.n_groups + g) * kBlockTokens + t];
+    }
+    for (int r = 0; r < R; ++r) {
+      a.acc[r * a.acc_stride + d] += static_cast<float>(acc[r]) * a.w_scale[r * a.n_groups + g];
+    }
+  }
+}
+
+template <int R>
+void ValueF16(const ValueArgs& a) {
+  const float* w = static_cast<const float*>(a.w);
+  for (int d = 0; d < a.dim_padded; ++d) {
+    float acc[R] = {};
+    for (int t = a.begin; t < a.end; ++t) {
+      const float v = LoadHalf(a.codes + (t * a.dim_padded + d) * 2);
+      for (int r = 0; r < R; ++r) acc[r] += w[r * kBlockTokens + t] * v;
+    }
+    for (int r = 0; r < R; ++r) a.acc[r * a.acc_stride + d] += acc[r];
+  }
+}
+
+void Softmax(SoftmaxArgs* a) {
+  for (int t = a->begin; t < a->end; ++t) {
+    float s = a->scores[t];
+    if (a->softcap > 0.0f) s = Tanh(s) * a->softcap;
+    if (a->has_slope) s += (a->first_distance + static_cast<float>(t)) * a->slope;
+    a->scores[t] = s;
+    if (s > a->max) a->max = s;
+  }
+  a->sum = 0.0f;
+  for (int t = 0; t < kBlockTokens; ++t) {
+    const bool seen = t >= a->begin && t < a->end;
+    a->scores[t] = seen ? Exp2(a->scores[t] - a->max) : 0.0f;
+    a->sum += a->scores[t];
+  }
+}
+
+template <typename Weight>
+void Weights(const float* p, const float* v_scale, int n_groups, Weight* w, float* w_scale) {
+  constexpr float kTop = std::numeric_limits<Weight>::max();
+  for (int g = 0; g < n_groups; ++g, w += kBlockTokens, v_scale += kBlockTokens) {
+    float largest = 0.0f;
+    for (int t = 0; t < kBlockTokens; ++t) largest = std::max(largest, p[t] * v_scale[t]);
+    const bool counts = largest > kMinWeight;
+    w_scale[g] = counts ? largest / kTop : 0.0f;
+    const float inverse = counts ? kTop / largest : 0.0f;
+    for (int t = 0; t < kBlockTokens; ++t) {
+      const float x = std::nearbyint(p[t] * v_scale[t] * inverse);
+      w[t] = x >= 0.0f && x <= kTop ? static_cast<Weight>(x) : Weight{0};  // a NaN is told by the sum of weights
+    }
+  }
+}
+
+void Scale(float* x, int n, float factor) {
+  for (int i = 0; i < n; ++i) x[i] *= factor;
+}
+
+bool Available() { return true; }
+
+}  // namespace
+
+const KernelSet& ScalarKernels() {
+  static const KernelSet kernels = {
+      .name = "scalar",
+      .available = Available,
+      .expand_scales = ExpandScales,
+      .offset_bias = OffsetBias,
+      .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
+                 {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
+                 {ScoreInt4<1>, ScoreInt4<2>, ScoreInt4<3>, ScoreInt4<4>}}},
+      .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
+                 {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
+                 {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
+      .softmax = Softmax,
+      .weights8 = Weights<uint8_t>,
+      .weights16 = Weights<int16_t>,
+      .scale = Scale,
+  };
+  return kernels;
+}
+
+}  // namespace kvcell::attention_internal
