@@ -108,6 +108,10 @@ void CellMemory::Release(Block* block) {
   if (--block->refs > 0) return;
   Forget(block);
   for (const CellGroup group : {kFullLayers, kWindowLayers}) EvictGroup(block, group);
+  if (block->places[kFullLayers] || block->places[kWindowLayers]) {
+    options_.store->Release(
+        {.key = block->key, .generation = block->generation, .tokens = block->tokens, .places = block->places});
+  }
   for (const LayerCells& layer : map_.layers) {
     if (block->sinks.empty()) break;
     for (uint16_t h = 0; h < layer.n_heads; ++h) sinks_[layer.sink_pool]->Give(block->sinks[layer.first_cell + h]);
@@ -189,6 +193,34 @@ void CellMemory::DropExact(Block* block) {
       if (cell->exact != kNoSlot) exact_[layer.exact_pool]->Give(std::exchange(cell->exact, kNoSlot));
     });
   }
+}
+
+void CellMemory::CreateReplicas(Block* block) {
+  for (const CellGroup group : {kFullLayers, kWindowLayers}) {
+    ForEachCell(block, group, [&](const LayerCells& layer, CellEntry* cell) { cell->exact = exact_[layer.exact_pool]->Take(); });
+  }
+  NotePeak();
+}
+
+void CellMemory::StoredBlock(Block* block, const std::array<std::optional<BlockPlace>, kCellGroups>& places,
+                             uint64_t generation) {
+  block->sealed = true;
+  block->n_tokens = kBlockTokens;
+  block->places = places;
+  block->generation = generation;
+  for (const CellGroup group : {kFullLayers, kWindowLayers}) {
+    if (!places[group]) continue;
+    ForEachCell(block, group, [&](const LayerCells&, CellEntry* cell) {
+      cell->state = CellState::kPersisted;
+      cell->durable = true;
+    });
+  }
+}
+
+void CellMemory::AdoptPlaces(Block* block, const std::array<std::optional<BlockPlace>, kCellGroups>& places,
+                             uint64_t generation) {
+  block->places = places;
+  block->generation = generation;
 }
 
 void CellMemory::EvictGroup(Block* block, CellGroup group) {
@@ -474,6 +506,7 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
           *damage = Status(StatusCode::kCorruption, fmt::format("{} at byte {}: layer {}, head {}, tokens {}..{}: {}", path, offset,
                                                                 shape.layers[layer.group_slot].layer, h, block.position,
                                                                 block.position + kBlockTokens - 1, ok.message()));
+          options_.store->ReportDamage(*block.places[group]);
           sound = b;
           break;
         }

@@ -74,6 +74,12 @@ class CellMemory {
   void Sealed(Block* block);
   // Gives up the exact slots of a sealed block (replicas); the coded bytes are the truth.
   void DropExact(Block* block);
+  // Exact slots for a sealed block, to be filled by the caller: replicas.
+  void CreateReplicas(Block* block);
+  // Makes a new block one that the store holds: sealed, its cells PERSISTED where the group has a place.
+  void StoredBlock(Block* block, const std::array<std::optional<BlockPlace>, kCellGroups>& places, uint64_t generation);
+  // The store keeps an equal block already: from now on its copy is the one in the file.
+  void AdoptPlaces(Block* block, const std::array<std::optional<BlockPlace>, kCellGroups>& places, uint64_t generation);
   // EVICT of one group's cells: the window has passed.
   void EvictGroup(Block* block, CellGroup group);
   // A private copy of an open block (copy-on-write). Room for exact cells is set aside per sequence.

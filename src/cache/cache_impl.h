@@ -1,0 +1,161 @@
+// The Cache behind include/kvcell/cache.h: sequences over shared blocks, one step at a time, sessions in the store.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "attention/attention.h"
+#include "cache/barrier.h"
+#include "cache/plan.h"
+#include "cell/cell_memory.h"
+#include "codec/cell_codec.h"
+#include "kvcell/cache.h"
+#include "store/store.h"
+
+namespace kvcell {
+
+// A conversation: its block table and tokens. Blocks are shared with forks; the open block until one of them writes.
+struct Sequence {
+  std::vector<Block*> blocks;  // [ceil(tokens / 64)]; the last one is open unless the length is a multiple of 64
+  std::vector<Token> tokens;
+  size_t window_floor = 0;     // blocks before it have given up their sliding-window cells
+  size_t replica_floor = 0;    // sealed blocks before it have given up their exact cells
+  std::unique_ptr<Store::SessionLock> lock;
+  std::string locked_name;
+};
+
+// How one block takes part in a step.
+struct StepBlock {
+  Block* block = nullptr;
+  int32_t begin = 0, end = 0;  // tokens [begin, end) of the block come with this step
+  int32_t first_row = 0;       // row of token `begin`
+  int32_t scratch = -1;        // index of its exact cells in the step's scratch; -1: they are slots of the block's own
+  bool seals = false;
+  bool is_new = false;
+};
+
+struct StepSequence {
+  Sequence* sequence = nullptr;
+  std::vector<Token> tokens;   // that this step appends
+  size_t first_block = 0;      // index in the sequence of blocks[0]
+  std::vector<StepBlock> blocks;
+};
+
+// Query rows of one step block: all its new tokens, one KV head at a time.
+struct Tile {
+  const StepSequence* owner = nullptr;
+  size_t index = 0;            // into owner->blocks
+  int32_t n_segments = 0;      // of coded blocks before it; one more with the exact cells follows
+};
+
+// What one thread works with; grows once.
+struct Worker {
+  PreparedQueries queries;
+  Partial running;
+  Partial segment;
+  std::vector<std::byte> ring;  // cells on their way from the store
+  std::vector<const float*> q;
+  std::vector<float*> out;
+  std::vector<int64_t> begin, end;
+  std::vector<CellRef> cells;
+};
+
+class CacheImpl final : public Cache {
+ public:
+  static Result<std::unique_ptr<Cache>> Create(const CacheOptions& options);
+  ~CacheImpl() override;
+
+  const CacheOptions& options() const override { return options_; }
+  Result<SequenceId> Create() override;
+  Result<SequenceId> Fork(SequenceId parent) override;
+  Status Free(SequenceId sequence) override;
+  Result<int64_t> Trim(SequenceId sequence, int64_t length) override;
+  int64_t Length(SequenceId sequence) const override;
+  std::span<const Token> Tokens(SequenceId sequence) const override;
+
+  Status Begin(std::span<const StepItem> items) override;
+  void Compute(int layer, const float* k, const float* v, const float* q, float* out, int part, int n_parts) noexcept override;
+  Status Append(int layer, const float* k, const float* v) override;
+  Status Attend(int layer, const float* q, float* out) override;
+  Status Commit() override;
+  void Abort() override;
+
+  Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits, const std::string& extras) override;
+  Result<OpenedSession> OpenSession(const std::string& name) override;
+
+  CacheStats Stats() const override;
+  std::vector<CellInfo> Inspect(SequenceId sequence) const override;
+
+ private:
+  explicit CacheImpl(const CacheOptions& options) : options_(options) {}
+
+  // cache.cc: sequences and the frame of a step
+  Sequence* Find(SequenceId id) const;
+  Status CheckItems(std::span<const StepItem> items) const;
+  Status PlanSequence(const StepItem& item, int32_t first_row, int32_t* scratch, StepSequence* planned);
+  Status MakeWritable(Sequence* sequence);
+  void PlanTiles();
+  void ReleaseFrom(Sequence* sequence, size_t first_block);
+  bool WindowsThere(const Sequence& sequence, int64_t length) const;
+  void DropPassed(Sequence* sequence);
+  BlockKey KeyOf(const Block& block) const;
+  std::vector<Block*> LiveBlocks() const;
+
+  // compute.cc: one layer of a step
+  void AppendPart(int layer, const float* k, const float* v, int part, int n_parts);
+  void AttendPart(int layer, const float* q, float* out, int part);
+  void AppendBlock(const LayerCells& layer, int layer_index, const StepBlock& step, uint16_t head, const float* k, const float* v,
+                   SanitizeCounts* counts);
+  const std::byte* ExactCell(const LayerCells& layer, const StepBlock& step, uint16_t head) const;
+  void SetRows(const LayerCells& layer, const Tile& tile, uint16_t head, const float* q, float* out, Worker* worker) const;
+  Status AttendSegment(const LayerCells& layer, const Tile& tile, uint16_t head, int32_t segment, const PreparedQueries& queries,
+                       Worker* worker, Partial* state);
+  Status ExactCells(const LayerCells& layer, const Tile& tile, uint16_t head, Worker* worker);
+  void AttendWhole(int layer, const Tile& tile, uint16_t head, const float* q, float* out, Worker* worker);
+  void AttendSplit(int layer, const float* q, float* out, Worker* worker);
+  void KeepError(Status status);
+
+  // session.cc: to the store and back
+  std::vector<std::byte> PackExact(const Sequence& sequence);
+  Status UnpackExact(std::span<const std::byte> bytes, size_t n_stored, Sequence* sequence);
+  Result<size_t> BringBack(const SessionRecord& record, Sequence* sequence, std::string* note);
+
+  CacheOptions options_;
+  Identity identity_;        // options_.identity and what the cache adds
+  BlockKey identity_digest_{};
+  std::unique_ptr<Store> store_;
+  std::unique_ptr<CellMemory> memory_;
+  std::vector<HeadContext> heads_;  // [n_layers]
+  std::vector<std::unique_ptr<Sequence>> sequences_;  // by id; null: free
+
+  // The step under way.
+  bool in_step_ = false;
+  std::vector<StepSequence> step_;
+  std::vector<Tile> tiles_;
+  int32_t step_rows_ = 0;
+  int64_t n_steps_ = 0;
+  std::vector<std::byte> scratch_;       // exact cells of blocks that begin and end within the step, one layer at a time
+  std::unique_ptr<std::atomic<uint32_t>[]> next_unit_;  // [n_layers] work handed out in AttendPart
+  Barrier barrier_;
+  std::vector<Worker> workers_;          // [max_threads]
+  std::mutex error_mutex_;
+  Status error_;                         // first error of the step
+  std::atomic<uint64_t> reads_ram_{0}, reads_file_{0}, approximate_reads_{0};
+  std::atomic<uint64_t> saturated_{0}, not_finite_{0};
+
+  // Split mode, for few rows: segments of one tile and head are attended by several threads, and the last to finish merges.
+  struct SplitUnit {
+    std::vector<Partial> partials;  // [n_segments + 1] at least
+    std::atomic<int32_t> left{0};   // segments not yet attended
+  };
+  bool split_ = false;
+  uint32_t split_segments_ = 0;     // of all tiles together, for one head
+  size_t split_heads_ = 0;          // of the layer that has most
+  std::vector<std::unique_ptr<SplitUnit>> split_units_;  // [tiles][split_heads], reused
+};
+
+}  // namespace kvcell

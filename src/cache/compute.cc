@@ -1,0 +1,268 @@
+// One layer of a step: K and V become cells, then every query row attends to its past.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <exception>
+
+#include "cache/cache_impl.h"
+
+namespace kvcell {
+
+void CacheImpl::Compute(int layer, const float* k, const float* v, const float* q, float* out, int part, int n_parts) noexcept {
+  if (!in_step_) return;
+  if (static_cast<size_t>(n_parts) > workers_.size()) {
+    KeepError(Status(StatusCode::kInvalidArgument,
+                     fmt::format("Compute in {} parts, but max_threads is {}; raise it", n_parts, workers_.size())));
+    return;
+  }
+  try {
+    AppendPart(layer, k, v, part, n_parts);
+  } catch (const std::exception& e) {
+    KeepError(Status(StatusCode::kInternal, e.what()));
+  }
+  barrier_.Wait(n_parts);
+  try {
+    AttendPart(layer, q, out, part);
+  } catch (const std::exception& e) {
+    KeepError(Status(StatusCode::kInternal, e.what()));
+  }
+}
+
+Status CacheImpl::Append(int layer, const float* k, const float* v) {
+  if (!in_step_) return Status(StatusCode::kInvalidArgument, "Append: no step has begun; call Begin first");
+  AppendPart(layer, k, v, 0, 1);
+  return error_;
+}
+
+Status CacheImpl::Attend(int layer, const float* q, float* out) {
+  if (!in_step_) return Status(StatusCode::kInvalidArgument, "Attend: no step has begun; call Begin first");
+  AttendPart(layer, q, out, 0);
+  return error_;
+}
+
+void CacheImpl::KeepError(Status status) {
+  std::lock_guard lock(error_mutex_);
+  if (error_.ok()) error_ = std::move(status);
+}
+
+void CacheImpl::AppendPart(int layer_index, const float* k, const float* v, int part, int n_parts) {
+  const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
+  SanitizeCounts counts;
+  int unit = 0;
+  for (const StepSequence& item : step_) {
+    for (const StepBlock& step : item.blocks) {
+      for (uint16_t head = 0; head < layer.n_heads; ++head) {
+        if (unit++ % n_parts == part) AppendBlock(layer, layer_index, step, head, k, v, &counts);
+      }
+    }
+  }
+  if (counts.saturated != 0) saturated_.fetch_add(counts.saturated, std::memory_order_relaxed);
+  if (counts.not_finite != 0) not_finite_.fetch_add(counts.not_finite, std::memory_order_relaxed);
+}
+
+void CacheImpl::AppendBlock(const LayerCells& layer, int layer_index, const StepBlock& step, uint16_t head, const float* k,
+                            const float* v, SanitizeCounts* counts) {
+  Block& block = *step.block;
+  const CellEntry& cell = block.cells[layer.first_cell + head];
+  auto* exact = const_cast<std::byte*>(ExactCell(layer, step, head));
+  const auto dk = static_cast<size_t>(layer.geometry.head_dim_k);
+  const auto dv = static_cast<size_t>(layer.geometry.head_dim_v);
+  for (int32_t t = step.begin; t < step.end; ++t) {
+    const auto row = static_cast<size_t>(step.first_row + (t - step.begin)) * layer.n_heads + head;
+    WriteExactToken(layer.open, exact, t, k + row * dk, v + row * dv, counts);
+  }
+  if (!block.sinks.empty() && step.begin < memory_->map().sinks) {
+    CopyExactTokens(layer.open, exact, step.begin, std::min(step.end, memory_->map().sinks), layer.sink,
+                    memory_->sink(layer, block.sinks[layer.first_cell + head]), step.begin);
+  }
+  if (!step.seals) return;
+  std::byte* coded = memory_->coded(layer, cell);
+  EncodeCell(layer.coded, layer.open, exact, block.position == 0 ? memory_->map().sinks : 0, coded);
+  SealHeader(coded, static_cast<uint16_t>(layer_index), head, static_cast<uint64_t>(block.position), block.key.data(),
+             block.generation);
+}
+
+const std::byte* CacheImpl::ExactCell(const LayerCells& layer, const StepBlock& step, uint16_t head) const {
+  if (step.scratch >= 0) {
+    return scratch_.data() + (static_cast<size_t>(step.scratch) * layer.n_heads + head) * layer.open.bytes;
+  }
+  return memory_->exact(layer, step.block->cells[layer.first_cell + head]);
+}
+
+// Rows of a tile for one KV head: [query][query head of the group].
+void CacheImpl::SetRows(const LayerCells& layer, const Tile& tile, uint16_t head, const float* q, float* out,
+                        Worker* worker) const {
+  const StepBlock& step = tile.owner->blocks[tile.index];
+  const auto n_heads = static_cast<size_t>(layer.geometry.n_heads);
+  const auto group = static_cast<size_t>(layer.geometry.group());
+  const auto dk = static_cast<size_t>(layer.geometry.head_dim_k);
+  const auto dv = static_cast<size_t>(layer.geometry.head_dim_v);
+  const int64_t window = layer.geometry.window;
+  const size_t n_rows = static_cast<size_t>(step.end - step.begin) * group;
+  worker->q.resize(n_rows);
+  worker->out.resize(n_rows);
+  worker->begin.resize(n_rows);
+  worker->end.resize(n_rows);
+  for (size_t r = 0; r < n_rows; ++r) {
+    const size_t query = r / group;
+    const size_t row = (static_cast<size_t>(step.first_row) + query) * n_heads + head * group + r % group;
+    const int64_t position = step.block->position + step.begin + static_cast<int64_t>(query);
+    worker->q[r] = q + row * dk;
+    worker->out[r] = out + row * dv;
+    worker->begin[r] = window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
+    worker->end[r] = position + 1;
+  }
+}
+
+// The exact cells that a tile reads, last of all: sinks, replicas of recent blocks, its own block.
+Status CacheImpl::ExactCells(const LayerCells& layer, const Tile& tile, uint16_t head, Worker* worker) {
+  const StepSequence& item = *tile.owner;
+  const size_t own = item.first_block + tile.index;
+  const size_t n_recent = std::min(own, static_cast<size_t>(options_.recent_blocks));
+  const uint32_t cell_index = layer.first_cell + head;
+  worker->cells.clear();
+  for (size_t b = own - n_recent; b <= own; ++b) {
+    const bool in_step = b >= item.first_block;
+    const StepBlock* step = in_step ? &item.blocks[b - item.first_block] : nullptr;
+    const Block& block = in_step ? *step->block : *item.sequence->blocks[b];
+    CellRef cell;
+    cell.position = block.position;
+    cell.last = static_cast<int16_t>(in_step ? step->end : kBlockTokens);
+    if (in_step || block.cells[cell_index].exact != kNoSlot) {
+      cell.kind = CellRef::Kind::kExact;
+      cell.exact = &layer.open;
+      cell.bytes = in_step ? ExactCell(layer, *step, head) : memory_->exact(layer, block.cells[cell_index]);
+    } else {
+      // A replica that is gone (after a cut): the coded cell stands in, and the read is counted as approximate.
+      auto bytes = memory_->CodedForRead(block, layer, head, worker->ring.data() + worker->cells.size() * layer.coded.bytes);
+      if (!bytes) return bytes.error();
+      cell.bytes = *bytes;
+      cell.first = static_cast<int16_t>(block.position == 0 ? memory_->map().sinks : 0);
+      approximate_reads_.fetch_add(1, std::memory_order_relaxed);
+    }
+    worker->cells.push_back(cell);
+  }
+  const Block& first = item.first_block == 0 ? *item.blocks[0].block : *item.sequence->blocks[0];
+  const bool first_is_exact = !worker->cells.empty() && worker->cells.front().position == 0 &&
+                              worker->cells.front().kind == CellRef::Kind::kExact;
+  if (!first_is_exact && !first.sinks.empty()) {
+    CellRef cell;
+    cell.kind = CellRef::Kind::kExact;
+    cell.exact = &layer.sink;
+    cell.bytes = memory_->sink(layer, first.sinks[cell_index]);
+    cell.last = static_cast<int16_t>(memory_->map().sinks);
+    worker->cells.insert(worker->cells.begin(), cell);
+  }
+  return OkStatus();
+}
+
+// Adds segment `segment` of the tile's past to `state`; the one after the coded segments is the exact part.
+Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint16_t head, int32_t segment,
+                                const PreparedQueries& queries, Worker* worker, Partial* state) {
+  const StepSequence& item = *tile.owner;
+  uint64_t from_file = 0;
+  if (segment == tile.n_segments) {
+    KVCELL_RETURN_IF_ERROR(ExactCells(layer, tile, head, worker));
+  } else {
+    const size_t own = item.first_block + tile.index;
+    const size_t n_coded = own - std::min(own, static_cast<size_t>(options_.recent_blocks));
+    const size_t begin = static_cast<size_t>(segment) * kSegmentBlocks;
+    const size_t end = std::min(n_coded, begin + kSegmentBlocks);
+    worker->cells.clear();
+    std::byte* ring = worker->ring.data();
+    for (size_t b = begin; b < end; ++b) {
+      const Block& block = b >= item.first_block ? *item.blocks[b - item.first_block].block : *item.sequence->blocks[b];
+      if (block.position + kBlockTokens <= queries.rows().begin[0]) continue;  // before every row's window
+      auto bytes = memory_->CodedForRead(block, layer, head, ring);
+      if (!bytes) return bytes.error();
+      if (*bytes == ring) {
+        ring += layer.coded.bytes;
+        ++from_file;
+      }
+      CellRef cell;
+      cell.bytes = *bytes;
+      cell.position = block.position;
+      cell.first = static_cast<int16_t>(block.position == 0 ? memory_->map().sinks : 0);
+      cell.last = kBlockTokens;
+      worker->cells.push_back(cell);
+    }
+  }
+  ::kvcell::Attend(queries, worker->cells, state);
+  if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
+  reads_ram_.fetch_add(worker->cells.size() - from_file, std::memory_order_relaxed);
+  return OkStatus();
+}
+
+void CacheImpl::AttendPart(int layer_index, const float* q, float* out, int part) {
+  Worker& worker = workers_[static_cast<size_t>(part)];
+  const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
+  if (split_) {
+    AttendSplit(layer_index, q, out, &worker);
+    return;
+  }
+  // Last tiles first: they have the longest past, and the short ones fill the gaps at the end.
+  auto& next = next_unit_[static_cast<size_t>(layer_index)];
+  const auto n_units = static_cast<uint32_t>(tiles_.size() * layer.n_heads);
+  for (uint32_t unit = next.fetch_add(1); unit < n_units; unit = next.fetch_add(1)) {
+    const Tile& tile = tiles_[tiles_.size() - 1 - unit / layer.n_heads];
+    AttendWhole(layer_index, tile, static_cast<uint16_t>(unit % layer.n_heads), q, out, &worker);
+  }
+}
+
+void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, const float* q, float* out, Worker* worker) {
+  const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
+  const HeadContext& context = heads_[static_cast<size_t>(layer_index)];
+  SetRows(layer, tile, head, q, out, worker);
+  const QueryRows rows{.n_rows = static_cast<int32_t>(worker->q.size()),
+                       .q = worker->q.data(),
+                       .begin = worker->begin.data(),
+                       .end = worker->end.data()};
+  worker->queries.Prepare(context, rows);
+  worker->running.Reset(context, rows.n_rows);
+  for (int32_t segment = 0; segment <= tile.n_segments; ++segment) {
+    worker->segment.Reset(context, rows.n_rows);
+    if (Status status = AttendSegment(layer, tile, head, segment, worker->queries, worker, &worker->segment); !status.ok()) {
+      KeepError(std::move(status));
+      break;
+    }
+    Merge(context, worker->segment, &worker->running);
+  }
+  Finish(context, worker->running, worker->out.data());
+}
+
+// Few rows: a tile's segments are shared out, each into a Partial of its own, and whoever finishes last merges them in order.
+void CacheImpl::AttendSplit(int layer_index, const float* q, float* out, Worker* worker) {
+  const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
+  const HeadContext& context = heads_[static_cast<size_t>(layer_index)];
+  auto& next = next_unit_[static_cast<size_t>(layer_index)];
+  const uint32_t n_units = split_segments_ * layer.n_heads;
+  for (uint32_t unit = next.fetch_add(1); unit < n_units; unit = next.fetch_add(1)) {
+    const auto head = static_cast<uint16_t>(unit % layer.n_heads);
+    uint32_t rest = unit / layer.n_heads;
+    size_t t = 0;
+    while (rest > static_cast<uint32_t>(tiles_[t].n_segments)) rest -= static_cast<uint32_t>(tiles_[t++].n_segments) + 1;
+    const Tile& tile = tiles_[t];
+    const auto segment = static_cast<int32_t>(rest);
+
+    SetRows(layer, tile, head, q, out, worker);
+    const QueryRows rows{.n_rows = static_cast<int32_t>(worker->q.size()),
+                         .q = worker->q.data(),
+                         .begin = worker->begin.data(),
+                         .end = worker->end.data()};
+    worker->queries.Prepare(context, rows);
+    SplitUnit& split = *split_units_[t * split_heads_ + head];
+    Partial& state = split.partials[static_cast<size_t>(segment)];
+    state.Reset(context, rows.n_rows);
+    if (Status status = AttendSegment(layer, tile, head, segment, worker->queries, worker, &state); !status.ok()) {
+      KeepError(std::move(status));
+    }
+    if (split.left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
+    // The same order and the same empty start as in AttendWhole: the same result to the bit.
+    worker->running.Reset(context, rows.n_rows);
+    for (int32_t s = 0; s <= tile.n_segments; ++s) Merge(context, split.partials[static_cast<size_t>(s)], &worker->running);
+    Finish(context, worker->running, worker->out.data());
+    split.left.store(tile.n_segments + 1, std::memory_order_relaxed);  // ready for the next layer
+  }
+}
+
+}  // namespace kvcell

@@ -1,0 +1,106 @@
+#include "cache/plan.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <thread>
+
+#include "base/memory_probe.h"
+
+namespace kvcell {
+namespace {
+
+// Where the machine does not tell how much memory it has.
+constexpr uint64_t kDefaultBudget = uint64_t{4} << 30;
+
+int32_t LongestWindow(const Geometry& geometry) {
+  int32_t window = 0;
+  for (const LayerGeometry& layer : geometry) window = std::max(window, layer.window);
+  return window;
+}
+
+}  // namespace
+
+CacheOptions WithDefaults(CacheOptions options) {
+  if (options.max_threads == 0) options.max_threads = static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
+  if (options.ram_budget == 0) {
+    const auto memory = ProbeSystemMemory();
+    options.ram_budget = memory ? memory->total : kDefaultBudget;
+  }
+  return options;
+}
+
+Status CheckOptions(const CacheOptions& options) {
+  const auto range = [](std::string_view field, int64_t value, int64_t low, int64_t high) {
+    if (value >= low && value <= high) return OkStatus();
+    return Status(StatusCode::kInvalidArgument, fmt::format("{} is {}, but must be {}..{}", field, value, low, high));
+  };
+  KVCELL_RETURN_IF_ERROR(range("recent_blocks", options.recent_blocks, 0, 1024));
+  KVCELL_RETURN_IF_ERROR(range("max_step_tokens", options.max_step_tokens, 1, 65536));
+  KVCELL_RETURN_IF_ERROR(range("max_sequences", options.max_sequences, 1, 65536));
+  KVCELL_RETURN_IF_ERROR(range("max_threads", options.max_threads, 0, 1024));
+  return range("durability", options.durability, 0, 2);
+}
+
+uint64_t StepScratchBytes(const CellMap& map, const CacheOptions& options) {
+  const auto blocks = static_cast<uint64_t>(options.max_step_tokens / kBlockTokens);
+  uint64_t widest = 0;
+  for (const LayerCells& layer : map.layers) widest = std::max<uint64_t>(widest, uint64_t{layer.n_heads} * layer.open.bytes);
+  return blocks * widest;
+}
+
+uint64_t RingBytes(const CellMap& map, const CacheOptions& options) {
+  if (options.store.empty()) return 0;
+  uint64_t widest = 0;
+  for (const LayerCells& layer : map.layers) widest = std::max<uint64_t>(widest, layer.coded.bytes);
+  return widest * std::max<uint64_t>(kSegmentBlocks, static_cast<uint64_t>(options.recent_blocks) + 1);
+}
+
+uint64_t ScratchBytes(const CellMap& map, const CacheOptions& options) {
+  return StepScratchBytes(map, options) + static_cast<uint64_t>(options.max_threads) * RingBytes(map, options);
+}
+
+MemoryShape ShapeFor(const CellMap& map, const CacheOptions& options) {
+  return MakeMemoryShape(map, options.ram_budget, options.max_sequences, options.recent_blocks, options.max_step_tokens);
+}
+
+uint64_t F16Bytes(const Geometry& geometry, int64_t tokens) {
+  uint64_t per_token = 0;
+  for (const LayerGeometry& layer : geometry) {
+    per_token += uint64_t{2} * static_cast<uint64_t>(layer.n_kv_heads) *
+                 static_cast<uint64_t>(layer.head_dim_k + layer.head_dim_v);
+  }
+  return per_token * static_cast<uint64_t>(tokens);
+}
+
+Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_t n_sequences) {
+  CacheOptions options = WithDefaults(given);
+  options.max_sequences = n_sequences;
+  KVCELL_FAIL_IF_ERROR(CheckOptions(options));
+  if (context < 1 || context > int64_t{1} << 40) {
+    return Fail(StatusCode::kInvalidArgument, fmt::format("context is {} tokens, but must be 1..2^40", context));
+  }
+  auto map = MakeCellMap(options.geometry, options.codec, options.sinks);
+  if (!map) return Fail(map.error());
+  const auto sequences = static_cast<uint64_t>(n_sequences);
+  const auto n_blocks = static_cast<uint64_t>(context / kBlockTokens);
+  // A window's blocks, and one step's that seal before the window moves on.
+  const uint64_t window_blocks = static_cast<uint64_t>(LongestWindow(options.geometry) / kBlockTokens + 1 +
+                                                       options.max_step_tokens / kBlockTokens);
+  const MemoryShape shape = ShapeFor(*map, options);
+  MemoryPlan plan;
+  plan.exact = shape.fixed_bytes;
+  plan.scratch = ScratchBytes(*map, options);
+  plan.coded = CodedBytes(*map, shape.chunk_target, sequences * n_blocks, sequences * std::min(n_blocks, window_blocks));
+  plan.metadata = sequences * (n_blocks + 1) * (sizeof(Block) + map->n_cells * sizeof(CellEntry));
+  plan.total = plan.coded + plan.exact + plan.scratch;
+  // What a small budget's smaller chunks would take: the budget itself decides on the chunk size.
+  options.ram_budget = 1;
+  const MemoryShape smallest = ShapeFor(*map, options);
+  plan.minimum = smallest.fixed_bytes + plan.scratch +
+                 std::min(smallest.minimum_coded, CodedBytes(*map, smallest.chunk_target, sequences * n_blocks, sequences * n_blocks));
+  plan.f16 = F16Bytes(options.geometry, context * n_sequences);
+  return plan;
+}
+
+}  // namespace kvcell

@@ -1,0 +1,302 @@
+// Sequences to the store and back: sealed blocks as their cells stand, sinks and the open tail exactly.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "cache/cache_impl.h"
+
+namespace kvcell {
+namespace {
+
+// Head of SessionRecord::exact (docs/format.md). What follows, for each layer and KV head in order: the sinks' exact cell, the
+// replicas' (oldest first), and the open block's, cut to its tokens rounded up to 16.
+struct ExactHeader {
+  uint32_t magic = 0x5845564b;  // "KVEX"
+  uint32_t version = 1;
+  uint32_t n_open = 0;          // tokens of the open block
+  uint32_t n_replicas = 0;      // sealed blocks before it whose exact cells follow
+  uint32_t has_sinks = 0;
+  uint32_t reserved[3] = {0, 0, 0};
+};
+static_assert(sizeof(ExactHeader) == 32);
+
+int RoundUp16(uint32_t n) { return static_cast<int>((n + 15) / 16 * 16); }
+
+uint64_t ExactBytes(const CellMap& map, const ExactHeader& header) {
+  uint64_t bytes = sizeof(ExactHeader);
+  for (const LayerCells& layer : map.layers) {
+    const LayerGeometry& g = layer.geometry;
+    uint64_t per_head = uint64_t{header.n_replicas} * layer.open.bytes;
+    if (header.has_sinks != 0) per_head += layer.sink.bytes;
+    if (header.n_open != 0) per_head += MakeExactLayout(RoundUp16(header.n_open), g.head_dim_k, g.head_dim_v).bytes;
+    bytes += layer.n_heads * per_head;
+  }
+  return bytes;
+}
+
+}  // namespace
+
+std::vector<std::byte> CacheImpl::PackExact(const Sequence& sequence) {
+  const CellMap& map = memory_->map();
+  const size_t n_sealed = sequence.tokens.size() / kBlockTokens;
+  ExactHeader header;
+  header.n_open = static_cast<uint32_t>(sequence.tokens.size() % kBlockTokens);
+  header.has_sinks = !sequence.blocks.empty() && !sequence.blocks[0]->sinks.empty() ? 1 : 0;
+  while (header.n_replicas < std::min(n_sealed, static_cast<size_t>(options_.recent_blocks)) &&
+         sequence.blocks[n_sealed - 1 - header.n_replicas]->cells[0].exact != kNoSlot) {
+    ++header.n_replicas;
+  }
+  std::vector<std::byte> bytes(ExactBytes(map, header));  // zeros: padding is the same in every save
+  std::memcpy(bytes.data(), &header, sizeof(header));
+  std::byte* at = bytes.data() + sizeof(header);
+  for (const LayerCells& layer : map.layers) {
+    const ExactLayout open = MakeExactLayout(RoundUp16(header.n_open), layer.geometry.head_dim_k, layer.geometry.head_dim_v);
+    for (uint16_t h = 0; h < layer.n_heads; ++h) {
+      const uint32_t i = layer.first_cell + h;
+      if (header.has_sinks != 0) {
+        const int n = std::min<int>(map.sinks, static_cast<int>(sequence.tokens.size()));
+        CopyExactTokens(layer.sink, memory_->sink(layer, sequence.blocks[0]->sinks[i]), 0, n, layer.sink, at, 0);
+        at += layer.sink.bytes;
+      }
+      for (size_t b = n_sealed - header.n_replicas; b < n_sealed; ++b) {
+        CopyExactTokens(layer.open, memory_->exact(layer, sequence.blocks[b]->cells[i]), 0, kBlockTokens, layer.open, at, 0);
+        at += layer.open.bytes;
+      }
+      if (header.n_open != 0) {
+        CopyExactTokens(layer.open, memory_->exact(layer, sequence.blocks.back()->cells[i]), 0, static_cast<int>(header.n_open),
+                        open, at, 0);
+        at += open.bytes;
+      }
+    }
+  }
+  return bytes;
+}
+
+// The inverse: fills sinks, replicas and the open block of a sequence whose sealed blocks are there. Where the sequence was cut
+// back to its sound blocks (fewer than the n_stored tokens that were packed), only the sinks still belong to it.
+Status CacheImpl::UnpackExact(std::span<const std::byte> bytes, size_t n_stored, Sequence* sequence) {
+  const CellMap& map = memory_->map();
+  const auto damaged = [](std::string_view field) {
+    return Status(StatusCode::kCorruption, fmt::format("the session's exact part: {} is not what it must be", field));
+  };
+  ExactHeader header;
+  if (bytes.size() < sizeof(header)) return damaged("length");
+  std::memcpy(&header, bytes.data(), sizeof(header));
+  const size_t n_sealed = n_stored / kBlockTokens;
+  if (header.magic != ExactHeader{}.magic || header.version != 1) return damaged("magic or version");
+  if (header.n_open != n_stored % kBlockTokens) return damaged("open token count");
+  if (header.n_replicas > std::min(n_sealed, static_cast<size_t>(options_.recent_blocks))) return damaged("replica count");
+  if (header.has_sinks != (map.sinks > 0 && n_stored > 0 ? 1u : 0u)) return damaged("sinks flag");
+  if (bytes.size() != ExactBytes(map, header)) return damaged("length");
+
+  const bool whole = sequence->tokens.size() == n_stored;
+  if (whole && header.n_open != 0) {
+    const BlockKey parent = n_sealed == 0 ? BlockKey{} : sequence->blocks[n_sealed - 1]->key;
+    Block* block = memory_->NewBlock(static_cast<int64_t>(n_sealed) * kBlockTokens, parent);
+    sequence->blocks.push_back(block);
+    block->n_tokens = static_cast<int32_t>(header.n_open);
+    std::copy(sequence->tokens.begin() + static_cast<std::ptrdiff_t>(n_sealed * kBlockTokens), sequence->tokens.end(),
+              block->tokens.begin());
+    KVCELL_RETURN_IF_ERROR(memory_->CreateExact(block));
+  }
+  if (sequence->blocks.empty()) return OkStatus();
+  if (header.has_sinks != 0) memory_->CreateSinks(sequence->blocks[0]);
+  for (size_t b = n_sealed - header.n_replicas; whole && b < n_sealed; ++b) memory_->CreateReplicas(sequence->blocks[b]);
+  const std::byte* at = bytes.data() + sizeof(header);
+  for (const LayerCells& layer : map.layers) {
+    const ExactLayout open =
+        MakeExactLayout(RoundUp16(header.n_open), layer.geometry.head_dim_k, layer.geometry.head_dim_v);
+    for (uint16_t h = 0; h < layer.n_heads; ++h) {
+      const uint32_t i = layer.first_cell + h;
+      if (header.has_sinks != 0) {
+        std::memcpy(memory_->sink(layer, sequence->blocks[0]->sinks[i]), at, layer.sink.bytes);
+        at += layer.sink.bytes;
+      }
+      for (size_t b = n_sealed - header.n_replicas; b < n_sealed; ++b) {
+        if (whole) std::memcpy(memory_->exact(layer, sequence->blocks[b]->cells[i]), at, layer.open.bytes);
+        at += layer.open.bytes;
+      }
+      if (header.n_open == 0) continue;
+      if (whole) {
+        CopyExactTokens(open, at, 0, static_cast<int>(header.n_open), layer.open,
+                        memory_->exact(layer, sequence->blocks.back()->cells[i]), 0);
+      }
+      at += open.bytes;
+    }
+  }
+  return OkStatus();
+}
+
+Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const float> logits, const std::string& extras) {
+  if (in_step_) return Status(StatusCode::kBusy, "Save during a step; Commit or Abort it first");
+  Sequence* sequence = Find(id);
+  if (sequence == nullptr) return Status(StatusCode::kNotFound, fmt::format("there is no sequence {} to save", id));
+  if (store_ == nullptr) return Status(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
+  KVCELL_RETURN_IF_ERROR(CheckSessionName(name));
+  if (sequence->lock == nullptr || sequence->locked_name != name) {
+    auto lock = store_->LockSession(name);
+    if (!lock) return lock.error();
+    sequence->lock = std::move(*lock);
+    sequence->locked_name = name;
+  }
+  const size_t n_sealed = sequence->tokens.size() / kBlockTokens;
+  const std::span<Block* const> sealed(sequence->blocks.data(), n_sealed);
+  KVCELL_RETURN_IF_ERROR(memory_->WriteNow(sealed));
+
+  SessionRecord record;
+  record.name = name;
+  record.model = options_.model_name;
+  record.identity = identity_;
+  record.tokens = sequence->tokens;
+  record.exact = PackExact(*sequence);
+  record.logits.assign(logits.begin(), logits.end());
+  record.extras = extras;
+  for (const Block* block : sealed) {
+    record.blocks.push_back({.key = block->key, .generation = block->generation, .tokens = block->tokens, .places = block->places});
+  }
+  KVCELL_RETURN_IF_ERROR(store_->Commit(&record, memory_->map().shapes.data()));
+  // Blocks that the store had already are shared: from now on theirs is the copy in the file.
+  for (size_t b = 0; b < n_sealed; ++b) memory_->AdoptPlaces(sealed[b], record.blocks[b].places, record.blocks[b].generation);
+  return OkStatus();
+}
+
+// Fills sequence->blocks with the sound prefix of the record's blocks; as many of the newest as fit stay in RAM.
+Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* sequence, std::string* note) {
+  const size_t n_blocks = record.blocks.size();
+  BlockKey parent{};
+  for (size_t b = 0; b < n_blocks; ++b) {
+    const BlockRecord& stored = record.blocks[b];
+    Block* block = memory_->NewBlock(static_cast<int64_t>(b) * kBlockTokens, parent);
+    sequence->blocks.push_back(block);
+    block->tokens = stored.tokens;
+    block->key = stored.key;
+    if (KeyOf(*block) != stored.key ||
+        !std::equal(stored.tokens.begin(), stored.tokens.end(), record.tokens.begin() + static_cast<std::ptrdiff_t>(b * kBlockTokens))) {
+      *note = fmt::format("block {} of the session has another key than its tokens make", b);
+      ReleaseFrom(sequence, b);
+      break;
+    }
+    memory_->StoredBlock(block, stored.places, stored.generation);
+    parent = stored.key;
+  }
+  size_t n_sound = sequence->blocks.size();
+  const std::span<Block* const> blocks(sequence->blocks);
+  const bool has_full_layers = !memory_->map().shapes[kFullLayers].layers.empty();
+  const size_t n_left_in_store = n_sound - static_cast<size_t>(memory_->RoomForBlocks(n_sound));
+  for (const bool keep : {false, true}) {
+    if (!has_full_layers) break;
+    const size_t begin = keep ? n_left_in_store : 0;
+    const size_t end = keep ? n_sound : n_left_in_store;
+    const auto recovered = memory_->Recover(blocks.subspan(begin, end - begin), kFullLayers, keep);
+    if (recovered.n_sound < end - begin) {
+      *note = recovered.damage.message();
+      n_sound = begin + recovered.n_sound;
+      break;
+    }
+  }
+  // Sliding-window cells are needed only as far back as the windows of the next token reach.
+  for (size_t b = 0; b < n_sound; ++b) {
+    if (!blocks[b]->places[kWindowLayers]) continue;
+    const auto recovered = memory_->Recover(blocks.subspan(b, 1), kWindowLayers, /*keep=*/true);
+    if (recovered.n_sound == 0 && note->empty()) *note = recovered.damage.message();
+  }
+  ReleaseFrom(sequence, n_sound);
+  return n_sound;
+}
+
+Result<OpenedSession> CacheImpl::OpenSession(const std::string& name) {
+  if (in_step_) return Fail(StatusCode::kBusy, "OpenSession during a step; Commit or Abort it first");
+  if (store_ == nullptr) return Fail(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
+  KVCELL_FAIL_IF_ERROR(CheckSessionName(name));
+  auto record = store_->Load(name);
+  if (!record) return Fail(record.error());
+  if (const auto difference = IdentityDifference(record->identity, identity_)) {
+    return Fail(StatusCode::kMismatch,
+                fmt::format("session '{}' was made with another {}; use what it was made with, or another session name", name, *difference));
+  }
+  auto lock = store_->LockSession(name);
+  if (!lock) return Fail(lock.error());
+  auto id = Create();
+  if (!id) return Fail(id.error());
+  Sequence* sequence = Find(*id);
+  OpenedSession opened;
+  opened.sequence = *id;
+  opened.note = record->damage;
+  const auto give_up = [&](Status status) {
+    (void)Free(*id);
+    return Fail(std::move(status));
+  };
+  auto n_sound = BringBack(*record, sequence, &opened.note);
+  if (!n_sound) return give_up(n_sound.error());
+
+  // The tail is worth nothing without every block before it; nor are sinks that failed their check, which every query reads.
+  const size_t usable = *n_sound * kBlockTokens;
+  const bool whole = *n_sound == record->tokens.size() / kBlockTokens && opened.note.empty();
+  sequence->tokens.assign(record->tokens.begin(),
+                          record->tokens.begin() + static_cast<std::ptrdiff_t>(whole ? record->tokens.size() : usable));
+  if (Status status = UnpackExact(record->exact, record->tokens.size(), sequence); !status.ok()) {
+    if (status.code() != StatusCode::kCorruption) return give_up(std::move(status));
+    if (opened.note.empty()) opened.note = status.message();
+    ReleaseFrom(sequence, 0);
+    sequence->tokens.clear();
+  }
+  if (!WindowsThere(*sequence, static_cast<int64_t>(sequence->tokens.size()))) {
+    if (opened.note.empty()) opened.note = "cells of sliding-window layers are missing";
+    ReleaseFrom(sequence, 0);
+    sequence->tokens.clear();
+  }
+  sequence->lock = std::move(*lock);
+  sequence->locked_name = name;
+  sequence->replica_floor = 0;
+  opened.usable = static_cast<int64_t>(sequence->tokens.size());
+  opened.tokens = std::move(record->tokens);
+  if (opened.usable == static_cast<int64_t>(opened.tokens.size())) opened.logits = std::move(record->logits);
+  opened.extras = std::move(record->extras);
+  return opened;
+}
+
+std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
+  std::vector<CellInfo> cells;
+  const Sequence* sequence = Find(id);
+  if (sequence == nullptr) return cells;
+  const CellMap& map = memory_->map();
+  const auto precision = [](SideSpec::Type type) {
+    return type == SideSpec::Type::kF16 ? "f16" : type == SideSpec::Type::kInt8 ? "int8" : "int4";
+  };
+  for (size_t b = 0; b < sequence->blocks.size(); ++b) {
+    const Block& block = *sequence->blocks[b];
+    for (size_t l = 0; l < map.layers.size(); ++l) {
+      const LayerCells& layer = map.layers[l];
+      for (uint16_t h = 0; h < layer.n_heads; ++h) {
+        const CellEntry& cell = block.cells[layer.first_cell + h];
+        CellInfo info;
+        info.layer = static_cast<int32_t>(l);
+        info.head = h;
+        info.token_start = block.position;
+        info.token_end = std::min<int64_t>(block.position + kBlockTokens, static_cast<int64_t>(sequence->tokens.size()));
+        info.state = cell.state;
+        info.durable = cell.durable;
+        info.k_precision = block.sealed ? precision(layer.coded.k.spec.type) : "f16";
+        info.v_precision = block.sealed ? precision(layer.coded.v.spec.type) : "f16";
+        info.tier = cell.state == CellState::kPersisted ? "file" : cell.state == CellState::kEvicted ? "" : "ram";
+        info.length = block.sealed ? layer.coded.bytes : layer.open.bytes;
+        if (cell.durable && block.places[layer.group]) {
+          const auto [path, offset] = store_->Locate(map.shapes[layer.group], *block.places[layer.group], layer.group_slot, h);
+          info.storage_path = path;
+          info.offset = offset;
+        }
+        if (cell.coded != kNoSlot) {
+          info.checksum = reinterpret_cast<const CellHeader*>(memory_->coded(layer, cell))->checksum;
+        }
+        info.refs = static_cast<uint32_t>(block.refs);
+        info.reads = static_cast<uint32_t>(block.reads);
+        info.last_access = static_cast<int64_t>(block.last_access);
+        cells.push_back(std::move(info));
+      }
+    }
+  }
+  return cells;
+}
+
+}  // namespace kvcell
