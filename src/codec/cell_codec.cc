@@ -12,7 +12,6 @@
 
 #include "codec/encode_kernels.h"
 #include "codec/f16.h"
-#include "codec/hadamard.h"
 
 namespace kvcell {
 namespace {
@@ -196,7 +195,8 @@ Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head
 }
 
 void RotateInPlace(const SideLayout& side, float* x) {
-  if (side.spec.rotate) HadamardRow(x, side.dim);
+  static const EncodeKernels& kernels = BestEncodeKernels();
+  if (side.spec.rotate) kernels.rotate(x, side.dim);
 }
 
 }  // namespace kvcell

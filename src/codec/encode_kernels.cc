@@ -5,6 +5,10 @@
 #include <bit>
 #include <cstring>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include "codec/f16.h"
 #include "codec/hadamard.h"
 
@@ -12,18 +16,26 @@
 // can be compiled for an instruction set that the machine lacks.
 namespace kvcell::encode_baseline {
 constexpr char kName[] = "baseline";
+#if defined(__x86_64__)
+#define KVCELL_VECTOR_SSE2
+#endif
+#include "codec/encode_vector.inc"
+#undef KVCELL_VECTOR_SSE2
 #include "codec/encode_kernels.inc"
 }  // namespace kvcell::encode_baseline
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx2,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx2")
+#pragma GCC target("avx2,f16c")
 #endif
 namespace kvcell::encode_avx2 {
 constexpr char kName[] = "avx2";
+#define KVCELL_VECTOR_AVX2
+#include "codec/encode_vector.inc"
+#undef KVCELL_VECTOR_AVX2
 #include "codec/encode_kernels.inc"
 }  // namespace kvcell::encode_avx2
 #if defined(__clang__)
@@ -39,7 +51,7 @@ const EncodeKernels& BaselineEncodeKernels() { return encode_baseline::kKernels;
 
 const EncodeKernels* Avx2EncodeKernels() {
 #if defined(__x86_64__)
-  static const bool has = __builtin_cpu_supports("avx2");
+  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
   return has ? &encode_avx2::kKernels : nullptr;
 #else
   return nullptr;

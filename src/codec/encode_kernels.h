@@ -18,6 +18,8 @@ struct EncodeKernels {
   void (*encode_v)(const SideLayout& side, const uint16_t* exact, int first_token, uint8_t* codes, uint16_t* scales);
   // Rounds n finite values to f16.
   void (*round_to_f16)(const float* values, int n, uint16_t* out);
+  // Rotates x [dim] in place: HadamardRotate's bits.
+  void (*rotate)(float* x, int dim);
 };
 
 const EncodeKernels& BaselineEncodeKernels();

@@ -20,24 +20,25 @@ KVCELL_INLINE constexpr float HadamardScale(int size) {
 }
 
 // Rotates x [dim] in place: blocks of descending powers of two (80 = 64 + 16; a trailing block of one value is left as it is),
-// Sylvester order, butterflies with strides 1, 2, 4 ... and one multiplication at the end. Elementwise in a fixed order, so
-// the bits don't depend on how it is vectorised.
-KVCELL_INLINE void HadamardRow(float* x, int dim) {
+// Sylvester order, butterflies with strides 1, 2, 4 ... and one multiplication at the end. T is float or a vector of floats
+// that are rotated side by side. Elementwise in a fixed order, so the bits don't depend on how it is vectorised.
+template <typename T>
+KVCELL_INLINE void HadamardRotate(T* x, int dim) {
   for (int start = 0; start < dim;) {
     const int size = HadamardBlock(dim - start);
-    float* block = x + start;
+    T* block = x + start;
     for (int stride = 1; stride < size; stride *= 2) {
       for (int i = 0; i < size; i += 2 * stride) {
         for (int j = i; j < i + stride; ++j) {
-          const float a = block[j];
-          const float b = block[j + stride];
+          const T a = block[j];
+          const T b = block[j + stride];
           block[j] = a + b;
           block[j + stride] = a - b;
         }
       }
     }
     const float scale = HadamardScale(size);
-    for (int i = 0; i < size; ++i) block[i] *= scale;
+    for (int i = 0; i < size; ++i) block[i] = block[i] * scale;
     start += size;
   }
 }
