@@ -1,0 +1,46 @@
+// libllama as the peer: the same model file in the same process, to compare logits and speed with.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "kvcell/geometry.h"
+#include "kvcell/status.h"
+
+namespace kvcell {
+
+enum class PeerKvType : uint8_t { kF16, kF32, kQ8_0, kQ4_0 };
+
+struct PeerOptions {
+  PeerKvType type_k = PeerKvType::kF16;
+  PeerKvType type_v = PeerKvType::kF16;  // a quantized V needs flash_attention
+  bool flash_attention = false;
+  // This version of libllama rotates quantized K and V (Hadamard along the head) unless the environment variable
+  // LLAMA_ATTN_ROT_DISABLE is 1 while a context is made; there is no parameter for it. False sets it for that moment, so
+  // peers must not be made on several threads at once.
+  bool rotate_quantized = true;
+  int32_t n_threads = 0;   // 0: as many as there are processors
+  int32_t n_ubatch = 512;  // rows per graph
+  int64_t context = 2048;  // tokens
+};
+
+// One sequence of libllama. Thread-compatible.
+class Peer {
+ public:
+  // For files that kvcell's own checks accepted: libllama may abort on hostile ones. kCorruption or kUnsupported with
+  // libllama's own words where it can't load the file or make such a context.
+  static Result<std::unique_ptr<Peer>> Load(const std::string& path, const PeerOptions& options);
+  virtual ~Peer() = default;
+
+  virtual int32_t n_vocab() const = 0;
+  virtual int64_t length() const = 0;
+  // Appends tokens. logits gets [n_vocab] of the last one, or [n_tokens, n_vocab] with all_logits; it may be null.
+  virtual Status Decode(std::span<const Token> tokens, bool all_logits, std::vector<float>* logits) = 0;
+  // Back to an empty sequence.
+  virtual void Reset() = 0;
+};
+
+}  // namespace kvcell
