@@ -39,23 +39,6 @@ uint64_t CellChecksum(const std::byte* cell, size_t bytes) {
   return XXH3_64bits_digest(&state);
 }
 
-// Makes n values ones that f16 can hold.
-void Sanitize(const float* in, int n, float* out, SanitizeCounts* counts) {
-  uint64_t saturated = 0;
-  uint64_t not_finite = 0;
-  for (int i = 0; i < n; ++i) {
-    const uint32_t magnitude = std::bit_cast<uint32_t>(in[i]) & 0x7fffffffu;
-    const bool bad = magnitude >= 0x7f800000u;
-    const bool big = !bad && magnitude > std::bit_cast<uint32_t>(kF16Max);
-    const float limit = std::bit_cast<int32_t>(in[i]) < 0 ? -kF16Max : kF16Max;
-    out[i] = bad ? 0.0f : big ? limit : in[i];
-    saturated += big ? 1 : 0;
-    not_finite += bad ? 1 : 0;
-  }
-  counts->saturated += saturated;
-  counts->not_finite += not_finite;
-}
-
 // The level or signed code of one value.
 float Level(const SideLayout& side, const std::byte* cell, int token, int dim, bool is_key) {
   if (side.spec.type == SideSpec::Type::kInt8) {
@@ -90,13 +73,10 @@ void DecodeSide(const SideLayout& side, const std::byte* cell, bool is_key, int 
 void WriteExactToken(const ExactLayout& layout, std::byte* cell, int t, const float* k, const float* v,
                      SanitizeCounts* counts) {
   static const EncodeKernels& kernels = BestEncodeKernels();
-  float clean[kMaxHeadDim];
   uint16_t half[kMaxHeadDim];
-  Sanitize(k, layout.dk, clean, counts);
-  kernels.round_to_f16(clean, layout.dk, half);
+  kernels.round_to_f16(k, layout.dk, half, counts);
   for (int d = 0; d < layout.dk; ++d) StoreU16(cell + (size_t(d) * size_t(layout.n_tokens) + size_t(t)) * 2, half[d]);
-  Sanitize(v, layout.dv, clean, counts);
-  kernels.round_to_f16(clean, layout.dv, half);
+  kernels.round_to_f16(v, layout.dv, half, counts);
   std::fill(half + layout.dv, half + layout.dv_padded, uint16_t(0));
   std::memcpy(cell + layout.v + size_t(t) * size_t(layout.dv_padded) * 2, half, size_t(layout.dv_padded) * 2);
 }

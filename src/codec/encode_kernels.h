@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "codec/cell_codec.h"
 #include "codec/cell_layout.h"
 
 namespace kvcell {
@@ -16,8 +17,8 @@ struct EncodeKernels {
   float (*encode_k)(const SideLayout& side, const uint16_t* exact, int first_token, uint8_t* codes, uint16_t* scales,
                     int8_t* offsets);
   void (*encode_v)(const SideLayout& side, const uint16_t* exact, int first_token, uint8_t* codes, uint16_t* scales);
-  // Rounds n finite values to f16.
-  void (*round_to_f16)(const float* values, int n, uint16_t* out);
+  // Rounds n values to f16, those that f16 can't hold saturated or zeroed and counted.
+  void (*round_to_f16)(const float* values, int n, uint16_t* out, SanitizeCounts* counts);
   // Rotates x [dim] in place: HadamardRotate's bits.
   void (*rotate)(float* x, int dim);
 };
