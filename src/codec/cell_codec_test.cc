@@ -1,0 +1,651 @@
+// Coding cells: error contracts, field cases, and bytes that depend on values alone.
+#include "codec/cell_codec.h"
+
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <functional>
+#include <limits>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "codec/encode_kernels.h"
+#include "codec/f16.h"
+#include "codec/flush_mode_test.h"
+
+namespace kvcell {
+namespace {
+
+using ::testing::HasSubstr;
+
+constexpr int kDims[] = {1, 7, 40, 64, 65, 80, 96, 112, 128, 192, 256};
+const char* const kSpecs[] = {"f16",
+                              "i8",
+                              "i4",
+                              "k=int4:g32:sym,v=int4:g64:sym",
+                              "k=int4:g64:sym:rot:off,v=int4:g128:lloyd:rot",
+                              "k=int4:g128:lloyd,v=int8:g128",
+                              "k=int8:g32:rot:off,v=int4:g32:sym:rot",
+                              "k=f16,v=int4:g64:lloyd:rot",
+                              "k=int4:g32:lloyd:rot:off,v=f16"};
+
+// 64-byte aligned bytes, as the arena gives them.
+class CellBytes {
+ public:
+  explicit CellBytes(size_t bytes, int fill = 0) : lines_((bytes + 63) / 64), bytes_(bytes) {
+    std::memset(static_cast<void*>(lines_.data()), fill, lines_.size() * 64);
+  }
+  std::byte* data() { return reinterpret_cast<std::byte*>(lines_.data()); }
+  const std::byte* data() const { return reinterpret_cast<const std::byte*>(lines_.data()); }
+  std::span<const std::byte> span() const { return {data(), bytes_}; }
+  bool operator==(const CellBytes& other) const {
+    return bytes_ == other.bytes_ && std::memcmp(data(), other.data(), bytes_) == 0;
+  }
+
+ private:
+  struct alignas(64) Line {
+    std::byte bytes[64];
+  };
+  std::vector<Line> lines_;
+  size_t bytes_;
+};
+
+// K and V of one block, [64, dk] and [64, dv].
+struct Values {
+  int dk, dv;
+  std::vector<float> k, v;
+  Values(int dim_k, int dim_v) : dk(dim_k), dv(dim_v), k(size_t(64 * dim_k)), v(size_t(64 * dim_v)) {}
+};
+
+Values Gaussian(int dk, int dv, uint32_t seed, float scale = 1.0f) {
+  Values values(dk, dv);
+  std::mt19937 random(seed);
+  std::normal_distribution<float> normal(0.0f, scale);
+  for (float& x : values.k) x = normal(random);
+  for (float& x : values.v) x = normal(random);
+  return values;
+}
+
+struct Exact {
+  ExactLayout layout;
+  CellBytes bytes;
+  SanitizeCounts counts;
+};
+
+// Appends all tokens one by one to a cell filled with `poison` before.
+Exact Append(const Values& values, int poison = 0xff) {
+  const ExactLayout layout = MakeExactLayout(kBlockTokens, values.dk, values.dv);
+  Exact exact = {layout, CellBytes(layout.bytes, poison), {}};
+  for (int t = 0; t < kBlockTokens; ++t) {
+    WriteExactToken(layout, exact.bytes.data(), t, &values.k[size_t(t * values.dk)], &values.v[size_t(t * values.dv)],
+                    &exact.counts);
+  }
+  return exact;
+}
+
+struct Coded {
+  CellLayout layout;
+  CellBytes bytes;
+  Values decoded;
+};
+
+Coded Code(const std::string& spec, const Exact& exact, int first_token = 0) {
+  const CellLayout layout = *MakeCellLayout(*ParseCodec(spec), exact.layout.dk, exact.layout.dv);
+  Coded coded = {layout, CellBytes(layout.bytes, 0xff), Values(exact.layout.dk, exact.layout.dv)};
+  EncodeCell(layout, exact.layout, exact.bytes.data(), first_token, coded.bytes.data());
+  DecodeCell(layout, coded.bytes.data(), coded.decoded.k.data(), coded.decoded.v.data());
+  return coded;
+}
+
+Coded Code(const std::string& spec, const Values& values) { return Code(spec, Append(values)); }
+
+double RelativeError(const std::vector<float>& want, const std::vector<float>& got) {
+  double error = 0, norm = 0;
+  for (size_t i = 0; i < want.size(); ++i) {
+    error += std::pow(double(want[i]) - double(got[i]), 2);
+    norm += std::pow(double(want[i]), 2);
+  }
+  return norm > 0 ? error / norm : error;
+}
+
+bool AllFinite(const Values& values) {
+  const auto finite = [](float x) { return std::isfinite(x); };
+  return std::all_of(values.k.begin(), values.k.end(), finite) && std::all_of(values.v.begin(), values.v.end(), finite);
+}
+
+float Scale(const Coded& coded, const SideLayout& side, int t, int d) {
+  uint16_t bits;
+  std::memcpy(&bits, coded.bytes.data() + side.scales + ScaleIndex(side, t, d) * 2, 2);
+  return F16ToF32(bits);
+}
+
+// --- Error contracts -------------------------------------------------------------------------------------------------------
+
+TEST(CellCodec, GaussianErrorStaysWithinEachPresetsBound) {
+  for (const int dk : kDims) {
+    for (const int dv : {dk, 64}) {
+      const Values values = Gaussian(dk, dv, uint32_t(dk * 1000 + dv));
+      const Coded f16 = Code("f16", values), i8 = Code("i8", values), i4 = Code("i4", values);
+      EXPECT_LT(RelativeError(values.k, f16.decoded.k), 1e-7) << dk;
+      EXPECT_LT(RelativeError(values.v, f16.decoded.v), 1e-7) << dv;
+      EXPECT_LT(RelativeError(values.k, i8.decoded.k), 6e-5) << dk;
+      EXPECT_LT(RelativeError(values.v, i8.decoded.v), 6e-5) << dv;
+      // Heads that don't fill their groups evenly have fewer or more values a scale.
+      EXPECT_LT(RelativeError(values.k, i4.decoded.k), dk >= 64 ? 0.0065 : 0.0080) << dk;
+      EXPECT_LT(RelativeError(values.v, i4.decoded.v), dv >= 64 ? 0.0077 : 0.0090) << dv;
+    }
+  }
+}
+
+// Without a rotation each value stands alone: half the widest gap between levels, or what lies beyond the outermost one.
+TEST(CellCodec, WorstErrorIsHalfAGapOrTheClippedPart) {
+  for (const auto& [spec, gap, low, high] : {std::tuple{"k=int4:g32:lloyd,v=int4:g64:lloyd", 5.0f, -20.0f, 20.0f},
+                                             std::tuple{"k=int4:g64:sym,v=int4:g128:sym", 1.0f, -8.0f, 7.0f},
+                                             std::tuple{"k=int8:g32,v=int8:g128", 1.0f, -127.0f, 127.0f}}) {
+    for (const int dim : kDims) {
+      Values values = Gaussian(dim, dim, uint32_t(dim));
+      for (size_t i = 0; i < values.k.size(); i += 37) values.k[i] *= 50.0f;  // outliers
+      const Exact exact = Append(values);
+      DecodeExact(exact.layout, exact.bytes.data(), kBlockTokens, values.k.data(), values.v.data());
+      const Coded coded = Code(spec, exact);
+      const auto check = [&](const SideLayout& side, const std::vector<float>& want, const std::vector<float>& got) {
+        for (int i = 0; i < kBlockTokens * dim; ++i) {
+          const float scale = Scale(coded, side, i / dim, i % dim);
+          const float x = want[size_t(i)];
+          const float clipped = std::max({x - high * scale, low * scale - x, 0.0f});
+          // Thresholds are chosen on values in units of absmax / 16384.
+          const float slack = 1e-3f * high * scale + 1e-3f * clipped;
+          ASSERT_LE(std::abs(x - got[size_t(i)]), std::max(0.5f * gap * scale, clipped) + slack) << spec << " " << i;
+        }
+      };
+      check(coded.layout.k, values.k, coded.decoded.k);
+      check(coded.layout.v, values.v, coded.decoded.v);
+    }
+  }
+}
+
+TEST(CellCodec, RotationAndOffsetsPayOnKeysWithBiasAndOutliers) {
+  Values values = Gaussian(128, 128, 3);
+  for (size_t i = 0; i < values.k.size(); ++i) {
+    if (i % 128 == 17) values.k[i] += 40.0f;  // a channel with a large mean, as key biases make them
+    if (i % 128 == 90) values.k[i] *= 12.0f;  // a channel that is large
+  }
+  const auto error = [&](const char* k) {
+    return RelativeError(values.k, Code(std::string("k=") + k + ",v=f16", values).decoded.k);
+  };
+  const double plain = error("int4:g64:sym");
+  const double rotated = error("int4:g64:sym:rot");
+  const double both = error("int4:g64:sym:rot:off");
+  EXPECT_LT(rotated, plain);
+  EXPECT_LT(both, 0.5 * rotated);
+}
+
+// The quantizer's search finds what a plain search over a fine grid of scales finds, within a percent.
+TEST(CellCodec, ScaleSearchIsNearTheBestScale) {
+  const Values values = Gaussian(64, 64, 11);
+  const Coded coded = Code("k=int4:g32:lloyd,v=int4:g64:sym", values);
+  const auto best_error = [](const float* x, int n, const std::array<int8_t, 16>& levels) {
+    float absmax = 0;
+    for (int i = 0; i < n; ++i) absmax = std::max(absmax, std::abs(x[i]));
+    double best = 1e9;
+    for (int step = 1; step < 3000; ++step) {
+      const double scale = double(absmax) * step / 1000.0 / levels[15];
+      double error = 0;
+      for (int i = 0; i < n; ++i) {
+        double nearest = 1e9;
+        for (const int level : levels) nearest = std::min(nearest, std::pow(double(x[i]) - scale * level, 2));
+        error += nearest;
+      }
+      best = std::min(best, error);
+    }
+    return best;
+  };
+  double best = 0, got = 0;
+  for (size_t i = 0; i < 64 * 64; i += 32) best += best_error(&values.k[i], 32, kLloydMaxLevels);
+  for (size_t i = 0; i < 64 * 64; i += 64) best += best_error(&values.v[i], 64, kUniformLevels);
+  for (size_t i = 0; i < 64 * 64; ++i) {
+    got += std::pow(double(values.k[i]) - double(coded.decoded.k[i]), 2);
+    got += std::pow(double(values.v[i]) - double(coded.decoded.v[i]), 2);
+  }
+  EXPECT_LT(got, 1.02 * best);
+}
+
+// --- Field cases -----------------------------------------------------------------------------------------------------------
+
+TEST(FieldCases, A1ZeroRowsAndGroupsDecodeToExactlyZero) {
+  for (const char* spec : kSpecs) {
+    Values values = Gaussian(128, 128, 5);
+    for (int d = 0; d < 128; ++d) values.v[size_t(3 * 128 + d)] = d % 2 ? -0.0f : 0.0f;
+    std::fill(values.k.begin(), values.k.end(), -0.0f);
+    const Coded coded = Code(spec, values);
+    EXPECT_TRUE(AllFinite(coded.decoded)) << spec;
+    for (const float x : coded.decoded.k) ASSERT_EQ(x, 0.0f) << spec;
+    // A scale of its own, or one that is shared with a row that isn't zero.
+    if (coded.layout.v.rows_per_scale == 1) {
+      for (int d = 0; d < 128; ++d) ASSERT_EQ(coded.decoded.v[size_t(3 * 128 + d)], 0.0f) << spec;
+    }
+  }
+  Values values = Gaussian(128, 128, 6);
+  for (int d = 32; d < 64; ++d) values.k[size_t(9 * 128 + d)] = 0.0f;  // group 2 of 4
+  const Coded coded = Code("k=int4:g32:lloyd,v=f16", values);
+  for (int d = 0; d < 128; ++d) EXPECT_EQ(coded.decoded.k[size_t(9 * 128 + d)] == 0.0f, d >= 32 && d < 64) << d;
+}
+
+TEST(FieldCases, A4OutliersSaturateAndAreCounted) {
+  Values values = Gaussian(128, 128, 7);
+  std::fill(values.k.begin(), values.k.begin() + 128, 1.0f);
+  values.k[0] = -70000.0f;
+  values.v[5] = 3e38f;
+  const Exact exact = Append(values);
+  EXPECT_EQ(exact.counts.saturated, 2u);
+  EXPECT_EQ(exact.counts.not_finite, 0u);
+  for (const char* spec : kSpecs) {
+    const Coded coded = Code(spec, exact);
+    EXPECT_TRUE(AllFinite(coded.decoded)) << spec;
+    // Where 127 small values share its scale, clipping it is the smaller error: Lloyd-Max levels have no zero for the others.
+    EXPECT_NEAR(coded.decoded.k[0], -65504.0f, 0.25f * 65504.0f) << spec;
+  }
+}
+
+// The largest values that f16 holds, aligned so that the rotation adds them all up.
+TEST(FieldCases, A4LargestValuesStayFiniteUnderRotation) {
+  for (const int dim : {64, 128, 256, 1024}) {
+    Values values(dim, dim);
+    std::fill(values.k.begin(), values.k.end(), 65504.0f);
+    std::fill(values.v.begin(), values.v.end(), -65504.0f);
+    for (const char* spec : kSpecs) EXPECT_TRUE(AllFinite(Code(spec, values).decoded)) << spec << dim;
+  }
+}
+
+TEST(FieldCases, A7TinyValuesGiveTheSameBytesWithSubnormalsFlushedOrNot) {
+  for (const char* spec : kSpecs) {
+    for (const float magnitude : {1e-41f, 1e-39f, 0x1p-26f, 0x1p-24f, 0x1p-20f, 1e-5f, 1.0f}) {
+      Values values = Gaussian(80, 64, 8, magnitude);
+      for (size_t i = 0; i < 80; ++i) values.k[i] = 1e-41f * float(i);
+      const auto coded_with = [&](bool flush) {
+        const FlushMode mode(flush);
+        return Code(spec, values);
+      };
+      const Coded plain = coded_with(false), flushed = coded_with(true);
+      EXPECT_EQ(plain.bytes, flushed.bytes) << spec << magnitude;
+      EXPECT_TRUE(AllFinite(plain.decoded));
+      if (magnitude < 1e-30f) {
+        for (const float x : plain.decoded.k) ASSERT_EQ(x, 0.0f);
+      }
+    }
+  }
+}
+
+TEST(FieldCases, A8NonFiniteValuesAreZeroedCountedAndTouchNothingElse) {
+  const Values clean = [] {
+    Values values = Gaussian(64, 64, 9);
+    for (const size_t d : {3, 20, 63}) values.k[5 * 64 + d] = values.v[5 * 64 + d] = 0.0f;
+    return values;
+  }();
+  Values values = clean;
+  const float bad[] = {std::numeric_limits<float>::quiet_NaN(), std::numeric_limits<float>::infinity(),
+                       -std::numeric_limits<float>::infinity()};
+  for (size_t i = 0; i < 3; ++i) {
+    const size_t d[] = {3, 20, 63};
+    values.k[5 * 64 + d[i]] = values.v[5 * 64 + d[i]] = bad[i];
+  }
+  const Exact exact = Append(values);
+  EXPECT_EQ(exact.counts.not_finite, 6u);
+  EXPECT_EQ(exact.counts.saturated, 0u);
+  for (const char* spec : kSpecs) EXPECT_EQ(Code(spec, exact).bytes, Code(spec, clean).bytes) << spec;
+}
+
+// An exact cell that holds infinities or NaN all the same (it never should) reads them as zeros.
+TEST(FieldCases, A8NonFiniteHalvesInAnExactCellAreDefined) {
+  Exact exact = Append(Gaussian(64, 64, 10));
+  for (size_t i = 0; i < exact.layout.bytes; i += 2) {
+    const auto bits = uint16_t(i * 40503u);
+    std::memcpy(exact.bytes.data() + i, &bits, 2);
+  }
+  for (const char* spec : kSpecs) EXPECT_TRUE(AllFinite(Code(spec, exact).decoded)) << spec;
+}
+
+TEST(FieldCases, A14OddHeadsHaveTheZeroCodeInTheirPadding) {
+  for (const int dim : {1, 7, 65, 40}) {
+    const Coded coded = Code("k=int4:g32:lloyd:rot:off,v=int4:g64:sym", Gaussian(dim, dim, 12));
+    for (int t = 0; t < kBlockTokens; ++t) {
+      for (int d = dim; d < coded.layout.k.dim_padded; ++d) {
+        const CodePlace k = Int4KPlace(coded.layout.k, t, d), v = Int4VPlace(coded.layout.v, t, d);
+        const auto k_byte = uint8_t(coded.bytes.data()[coded.layout.k.codes + k.byte]);
+        const auto v_byte = uint8_t(coded.bytes.data()[coded.layout.v.codes + v.byte]);
+        ASSERT_EQ(k.high ? k_byte >> 4 : k_byte & 15, kZeroCode);
+        ASSERT_EQ(v.high ? v_byte >> 4 : v_byte & 15, kZeroCode);
+      }
+    }
+  }
+}
+
+// Each code in each lane, at the byte that the format document names.
+TEST(FieldCases, A15EveryCodeAtEveryPlace) {
+  for (int shift = 0; shift < 16; ++shift) {
+    for (const bool lloyd : {false, true}) {
+      const auto& levels = lloyd ? kLloydMaxLevels : kUniformLevels;
+      Values values(64, 64);
+      const auto code = [&](int t, int d) { return (t * 5 + d + shift) % 16; };
+      for (int t = 0; t < 64; ++t) {
+        for (int d = 0; d < 64; ++d) {
+          values.k[size_t(t * 64 + d)] = values.v[size_t(t * 64 + d)] = 0.25f * float(levels[size_t(code(t, d))]);
+        }
+      }
+      const Coded coded = Code(lloyd ? "k=int4:g32:lloyd,v=int4:g64:lloyd" : "k=int4:g32,v=int4:g64", values);
+      ASSERT_EQ(coded.decoded.k, values.k);
+      ASSERT_EQ(coded.decoded.v, values.v);
+      const auto* bytes = reinterpret_cast<const uint8_t*>(coded.bytes.data());
+      for (int t = 0; t < 64; ++t) {
+        for (int d = 0; d < 64; ++d) {
+          const uint8_t k = bytes[coded.layout.k.codes + uint32_t((t / 16 * 8 + d / 8) * 64 + t % 16 * 4 + d % 4)];
+          const uint8_t v = bytes[coded.layout.v.codes + uint32_t((d / 16 * 8 + t / 8) * 64 + d % 16 * 4 + t % 4)];
+          ASSERT_EQ(d % 8 < 4 ? k & 15 : k >> 4, code(t, d));
+          ASSERT_EQ(t % 8 < 4 ? v & 15 : v >> 4, code(t, d));
+        }
+      }
+    }
+  }
+  Values values(64, 64);
+  for (int i = 0; i < 64 * 64; ++i) values.k[size_t(i)] = values.v[size_t(i)] = float((i * 37 + i / 64) % 255 - 127);
+  for (int t = 0; t < 64; ++t) values.k[size_t(t * 64)] = values.v[size_t(t * 64)] = 127.0f;
+  const Coded coded = Code("k=int8:g64,v=int8:g64", values);
+  const auto* bytes = reinterpret_cast<const int8_t*>(coded.bytes.data());
+  for (int t = 0; t < 64; ++t) {
+    for (int d = 0; d < 64; ++d) {
+      const auto want = int8_t(values.k[size_t(t * 64 + d)]);
+      ASSERT_EQ(bytes[coded.layout.k.codes + uint32_t((t / 16 * 16 + d / 4) * 64 + t % 16 * 4 + d % 4)], want);
+      ASSERT_EQ(bytes[coded.layout.v.codes + uint32_t((d / 16 * 16 + t / 4) * 64 + d % 16 * 4 + t % 4)], want);
+    }
+  }
+}
+
+TEST(FieldCases, A16SealedBytesAreFourBitsHoweverTheTokensCame) {
+  const Values values = Gaussian(64, 64, 13);
+  const Coded coded = Code("i4", values);
+  EXPECT_LT(coded.layout.bytes * 8, 4.6 * 64 * 128);
+  EXPECT_GT(RelativeError(values.k, coded.decoded.k), 1e-4);
+  EXPECT_GT(RelativeError(values.v, coded.decoded.v), 1e-4);
+}
+
+TEST(FieldCases, A17BytesDoNotDependOnHowTokensWereSplit) {
+  const Values values = Gaussian(80, 65, 14);
+  const Exact at_once = Append(values, 0x00);
+  const ExactLayout step_layout = MakeExactLayout(128, 80, 65);
+  for (const std::vector<int>& split : {std::vector<int>(64, 1), {7, 33, 24}, {32, 8, 24}, {64}, {63, 1}}) {
+    Exact joined = {at_once.layout, CellBytes(at_once.layout.bytes, 0x7f), {}};
+    int done = 0;
+    for (const int n : split) {
+      // A step's tokens lie in a scratch cell of another size, at another place, with other bytes around them.
+      CellBytes step(step_layout.bytes, 0xff);
+      SanitizeCounts counts;
+      for (int i = 0; i < n; ++i) {
+        WriteExactToken(step_layout, step.data(), 11 + i, &values.k[size_t((done + i) * 80)], &values.v[size_t((done + i) * 65)],
+                        &counts);
+      }
+      CopyExactTokens(step_layout, step.data(), 11, 11 + n, joined.layout, joined.bytes.data(), done);
+      done += n;
+    }
+    ASSERT_EQ(done, 64);
+    for (const char* spec : kSpecs) EXPECT_EQ(Code(spec, joined).bytes, Code(spec, at_once).bytes) << spec;
+  }
+}
+
+TEST(FieldCases, A20OneCellsValuesNeverReachAnother) {
+  const Exact a = Append(Gaussian(64, 64, 15)), b = Append(Gaussian(64, 64, 16, 100.0f));
+  for (const char* spec : kSpecs) {
+    const Coded alone = Code(spec, a);
+    (void)Code(spec, b);
+    EXPECT_EQ(Code(spec, a).bytes, alone.bytes) << spec;
+  }
+}
+
+// A token a thousand times larger moves nothing but tokens that share its scale by the format's rule.
+TEST(FieldCases, A24GroupsCoverRowsOfConsecutiveTokens) {
+  for (const int dim : {64, 96, 40}) {
+    for (const char* spec : {"i8", "k=int4:g128:lloyd:rot,v=int4:g128:sym", "k=int8:g128,v=int8:g128:rot"}) {
+      const Values values = Gaussian(dim, dim, 17);
+      Values changed = values;
+      for (int d = 0; d < dim; ++d) {
+        changed.k[size_t(21 * dim + d)] *= 1000.0f;
+        changed.v[size_t(21 * dim + d)] *= 1000.0f;
+      }
+      const Coded before = Code(spec, values), after = Code(spec, changed);
+      const auto check = [&](const SideLayout& side, const std::vector<float>& x, const std::vector<float>& y) {
+        for (int t = 0; t < kBlockTokens; ++t) {
+          const bool same = std::equal(&x[size_t(t * dim)], &x[size_t(t * dim)] + dim, &y[size_t(t * dim)]);
+          EXPECT_EQ(same, t / side.rows_per_scale != 21 / side.rows_per_scale) << spec << " token " << t;
+        }
+      };
+      check(before.layout.k, before.decoded.k, after.decoded.k);
+      check(before.layout.v, before.decoded.v, after.decoded.v);
+    }
+  }
+}
+
+TEST(FieldCases, A25TiesConstantsAndLoneOutliers) {
+  Values values(32, 32);
+  const auto row = [&](int t) { return &values.k[size_t(t * 32)]; };
+  for (int d = 0; d < 32; ++d) {
+    row(0)[d] = 0.5f * float(d % 16 - 8);                // -8..7 times a scale: exact
+    row(1)[d] = d % 2 ? 7.5f : -7.5f;
+    row(2)[d] = d == 0 ? 1e4f : -1e-4f;
+    row(3)[d] = 3.25f;                                   // smallest = largest
+    row(4)[d] = d == 0 ? -8.0f : d < 16 ? 0.5f : -0.5f;  // on the middle between two levels, should the scale be 1
+  }
+  const Coded uniform = Code("k=int4:g32:sym,v=f16", values);
+  const Coded lloyd = Code("k=int4:g32:lloyd,v=f16", values);
+  for (int d = 0; d < 32; ++d) {
+    EXPECT_EQ(uniform.decoded.k[size_t(d)], row(0)[d]);
+    EXPECT_NEAR(uniform.decoded.k[size_t(32 + d)], row(1)[d], 0.004f * 7.5f);
+    EXPECT_NEAR(lloyd.decoded.k[size_t(32 + d)], row(1)[d], 0.004f * 7.5f);
+    EXPECT_NEAR(uniform.decoded.k[size_t(96 + d)], 3.25f, 0.004f * 3.25f);
+    EXPECT_NEAR(lloyd.decoded.k[size_t(96 + d)], 3.25f, 0.004f * 3.25f);
+  }
+  EXPECT_NEAR(uniform.decoded.k[64], 1e4f, 10.0f);
+  EXPECT_EQ(uniform.decoded.k[65], 0.0f);
+  EXPECT_TRUE(AllFinite(lloyd.decoded));
+}
+
+// --- Bytes depend on values alone ------------------------------------------------------------------------------------------
+
+// Values from integer arithmetic, so that they are the same everywhere: bell-shaped, a few outliers, some channels off zero.
+Values Synthetic(int dk, int dv, uint64_t seed) {
+  Values values(dk, dv);
+  uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
+  const auto next = [&] { return state = state * 6364136223846793005u + 1442695040888963407u, uint32_t(state >> 33); };
+  const auto fill = [&](std::vector<float>& out, int dim) {
+    for (size_t i = 0; i < out.size(); ++i) {
+      int32_t sum = 0;
+      for (int j = 0; j < 4; ++j) sum += int32_t(next() & 0xffff) - 0x8000;
+      if (next() % 97 == 0) sum *= 16;
+      out[i] = float(sum) * 0x1p-15f + (i % size_t(dim) % 13 == 5 ? 3.0f : 0.0f);
+    }
+  };
+  fill(values.k, dk);
+  fill(values.v, dv);
+  return values;
+}
+
+TEST(Determinism, EveryInstanceGivesTheSameBytes) {
+  const EncodeKernels* avx2 = Avx2EncodeKernels();
+  if (avx2 == nullptr) GTEST_SKIP() << "no AVX2 here";
+  for (const char* spec : kSpecs) {
+    for (const int dk : kDims) {
+      for (const auto& [dv, first_token, scale] : {std::tuple{dk, 0, 1.0f}, {64, 4, 1e-6f}, {7, 64, 1.0f}, {80, 37, 3e4f}}) {
+        Values values = Synthetic(dk, dv, uint64_t(dk));
+        for (float& x : values.k) x *= scale;
+        const Exact exact = Append(values);
+        const CellLayout layout = *MakeCellLayout(*ParseCodec(spec), dk, dv);
+        CellBytes a(layout.bytes, 0xff), b(layout.bytes, 0x7f);
+        EncodeCellWith(BaselineEncodeKernels(), layout, exact.layout, exact.bytes.data(), first_token, a.data());
+        EncodeCellWith(*avx2, layout, exact.layout, exact.bytes.data(), first_token, b.data());
+        ASSERT_EQ(a, b) << spec << " " << dk << " " << dv << " " << first_token;
+      }
+    }
+  }
+}
+
+TEST(Determinism, EveryInstanceRoundsAndRotatesAlike) {
+  const EncodeKernels* avx2 = Avx2EncodeKernels();
+  if (avx2 == nullptr) GTEST_SKIP() << "no AVX2 here";
+  std::mt19937 random(1);
+  for (int n = 1; n < 70; ++n) {
+    std::vector<float> values(static_cast<size_t>(n));
+    for (float& x : values) x = std::bit_cast<float>(uint32_t(random()));
+    std::vector<uint16_t> a(values.size()), b(values.size());
+    SanitizeCounts a_counts, b_counts;
+    BaselineEncodeKernels().round_to_f16(values.data(), n, a.data(), &a_counts);
+    avx2->round_to_f16(values.data(), n, b.data(), &b_counts);
+    EXPECT_EQ(a, b);
+    EXPECT_EQ(a_counts.saturated, b_counts.saturated);
+    EXPECT_EQ(a_counts.not_finite, b_counts.not_finite);
+    for (float& x : values) x = float(int32_t(random())) * 1e-8f;
+    std::vector<float> rotated = values;
+    BaselineEncodeKernels().rotate(values.data(), n);
+    avx2->rotate(rotated.data(), n);
+    EXPECT_EQ(values, rotated);
+  }
+}
+
+// The bytes of format version 1, pinned: another compiler, optimisation level or instruction set must give the same, and a
+// change to the quantizer is a change of the codec's identity.
+TEST(Determinism, BytesArePinned) {
+  const auto digest = [](const char* spec, int dk, int dv, int first_token) {
+    Coded coded = Code(spec, Append(Synthetic(dk, dv, 42)), first_token);
+    const uint8_t key[16] = {1, 2, 3};
+    SealHeader(coded.bytes.data(), 1, 2, 64, key, 7);
+    CellHeader header;
+    std::memcpy(&header, coded.bytes.data(), sizeof(header));
+    return header.checksum;
+  };
+  EXPECT_EQ(digest("f16", 64, 64, 0), 0u);
+  EXPECT_EQ(digest("i8", 64, 64, 0), 0u);
+  EXPECT_EQ(digest("i4", 64, 64, 0), 0u);
+  EXPECT_EQ(digest("i4", 80, 65, 4), 0u);
+  EXPECT_EQ(digest("i4", 256, 128, 0), 0u);
+  EXPECT_EQ(digest("k=int4:g128:sym,v=int4:g128:sym:rot", 64, 7, 3), 0u);
+}
+
+TEST(CellCodec, TokensBeforeTheFirstAreNeitherReadNorCoded) {
+  const Values values = Gaussian(64, 80, 18);
+  for (const int first_token : {1, 4, 15, 63, 64}) {
+    for (const char* spec : kSpecs) {
+      Exact zero = Append(values), poison = Append(values);
+      for (int t = 0; t < first_token; ++t) {
+        for (int d = 0; d < 64; ++d) {
+          std::memset(zero.bytes.data() + (d * 64 + t) * 2, 0, 2);
+          std::memset(poison.bytes.data() + (d * 64 + t) * 2, 0xff, 2);
+        }
+        std::memset(zero.bytes.data() + zero.layout.v + uint32_t(t) * 160, 0x11, 160);
+        std::memset(poison.bytes.data() + poison.layout.v + uint32_t(t) * 160, 0xff, 160);
+      }
+      const Coded coded = Code(spec, poison, first_token);
+      EXPECT_EQ(coded.bytes, Code(spec, zero, first_token).bytes) << spec << first_token;
+      for (int i = 0; i < first_token * 64; ++i) ASSERT_EQ(coded.decoded.k[size_t(i)], 0.0f);
+      for (int i = 0; i < first_token * 80; ++i) ASSERT_EQ(coded.decoded.v[size_t(i)], 0.0f);
+      if (first_token < 60) {
+        const std::vector<float> want(values.k.begin() + first_token * 64, values.k.end());
+        EXPECT_LT(RelativeError(want, {coded.decoded.k.begin() + first_token * 64, coded.decoded.k.end()}), 0.02) << spec;
+      }
+    }
+  }
+}
+
+// --- Exact cells, rotation, headers ----------------------------------------------------------------------------------------
+
+TEST(ExactCells, ReadBackRoundedValuesAndCopyBetweenSizes) {
+  const Values values = Gaussian(65, 7, 19);
+  const Exact exact = Append(values);
+  Values read(65, 7);
+  DecodeExact(exact.layout, exact.bytes.data(), kBlockTokens, read.k.data(), read.v.data());
+  for (size_t i = 0; i < values.k.size(); ++i) ASSERT_EQ(read.k[i], F16ToF32(F32ToF16(values.k[i])));
+  for (size_t i = 0; i < values.v.size(); ++i) ASSERT_EQ(read.v[i], F16ToF32(F32ToF16(values.v[i])));
+
+  const ExactLayout sinks = MakeExactLayout(16, 65, 7);
+  CellBytes copy(sinks.bytes, 0xff);
+  CopyExactTokens(exact.layout, exact.bytes.data(), 30, 46, sinks, copy.data(), 0);
+  std::vector<float> k(16 * 65), v(16 * 7);
+  DecodeExact(sinks, copy.data(), 16, k.data(), v.data());
+  EXPECT_TRUE(std::equal(k.begin(), k.end(), read.k.begin() + 30 * 65));
+  EXPECT_TRUE(std::equal(v.begin(), v.end(), read.v.begin() + 30 * 7));
+}
+
+TEST(Rotation, IsTheBlockDiagonalHadamardMatrixAndItsOwnInverse) {
+  for (const int dim : kDims) {
+    const CellLayout layout = *MakeCellLayout(*ParseCodec("i4"), dim, dim);
+    std::mt19937 random(static_cast<uint32_t>(dim));
+    std::normal_distribution<float> normal;
+    std::vector<float> x(static_cast<size_t>(dim));
+    for (float& value : x) value = normal(random);
+    std::vector<float> rotated = x;
+    RotateInPlace(layout.k, rotated.data());
+    for (int start = 0, size = 1; start < dim; start += size) {
+      for (size = 1; size * 2 <= dim - start;) size *= 2;
+      for (int i = 0; i < size; ++i) {
+        double want = 0;
+        for (int j = 0; j < size; ++j) want += (__builtin_popcount(unsigned(i & j)) % 2 ? -1.0 : 1.0) * double(x[size_t(start + j)]);
+        EXPECT_NEAR(rotated[size_t(start + i)], want / std::sqrt(double(size)), 2e-6) << dim;
+      }
+    }
+    RotateInPlace(layout.k, rotated.data());
+    for (size_t i = 0; i < x.size(); ++i) EXPECT_NEAR(rotated[i], x[i], 2e-6) << dim;
+  }
+  std::vector<float> x = {1, 2, 3};
+  RotateInPlace(MakeCellLayout(*ParseCodec("f16"), 3, 3)->k, x.data());
+  EXPECT_THAT(x, ::testing::ElementsAre(1, 2, 3));
+}
+
+constexpr uint8_t kKey[16] = {9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6};
+
+TEST(VerifyCell, EverySingleBitFlipIsCaught) {
+  Coded coded = Code("i4", Gaussian(16, 16, 20));
+  SealHeader(coded.bytes.data(), 3, 1, 640, kKey, 12);
+  const size_t bytes = coded.layout.bytes;
+  ASSERT_TRUE(VerifyCell(coded.bytes.span(), 3, 1, 640, kKey).ok());
+  for (size_t bit = 0; bit < bytes * 8; ++bit) {
+    coded.bytes.data()[bit / 8] ^= std::byte(1 << (bit % 8));
+    ASSERT_EQ(VerifyCell(coded.bytes.span(), 3, 1, 640, kKey).code(), StatusCode::kCorruption) << bit;
+    coded.bytes.data()[bit / 8] ^= std::byte(1 << (bit % 8));
+  }
+  EXPECT_TRUE(VerifyCell(coded.bytes.span(), 3, 1, 640, kKey).ok());
+}
+
+TEST(VerifyCell, NamesTheFieldThatDiffers) {
+  Coded coded = Code("i8", Gaussian(64, 64, 21));
+  const auto message = [&](uint16_t layer, uint16_t head, uint64_t position, const uint8_t* key) {
+    const Status status = VerifyCell(coded.bytes.span(), layer, head, position, key);
+    EXPECT_EQ(status.code(), StatusCode::kCorruption);
+    return status.message();
+  };
+  EXPECT_THAT(message(3, 1, 640, kKey), HasSubstr("checksum"));  // not sealed yet
+  SealHeader(coded.bytes.data(), 3, 1, 640, kKey, 12);
+  ASSERT_TRUE(VerifyCell(coded.bytes.span(), 3, 1, 640, kKey).ok());
+  const uint8_t other[16] = {1};
+  EXPECT_THAT(message(4, 1, 640, kKey), HasSubstr("layer is 3"));
+  EXPECT_THAT(message(3, 0, 640, kKey), HasSubstr("head is 1"));
+  EXPECT_THAT(message(3, 1, 0, kKey), HasSubstr("position is 640"));
+  EXPECT_THAT(message(3, 1, 640, other), HasSubstr("block_key"));
+  // The same bytes under another generation are another cell.
+  Coded again = Code("i8", Gaussian(64, 64, 21));
+  SealHeader(again.bytes.data(), 3, 1, 640, kKey, 13);
+  EXPECT_NE(again.bytes, coded.bytes);
+}
+
+TEST(VerifyCell, ShortLongAndForeignBytesAreRefused) {
+  Coded coded = Code("i4", Gaussian(64, 64, 22));
+  SealHeader(coded.bytes.data(), 0, 0, 0, kKey, 1);
+  const std::span<const std::byte> whole = coded.bytes.span();
+  for (const size_t size : {size_t(0), size_t(7), size_t(63), size_t(64), size_t(128), whole.size() - 1}) {
+    EXPECT_EQ(VerifyCell(whole.first(size), 0, 0, 0, kKey).code(), StatusCode::kCorruption) << size;
+  }
+  std::reverse(coded.bytes.data(), coded.bytes.data() + 4);
+  EXPECT_THAT(VerifyCell(whole, 0, 0, 0, kKey).message(), HasSubstr("byte order"));
+}
+
+}  // namespace
+}  // namespace kvcell
