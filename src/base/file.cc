@@ -92,22 +92,31 @@ Status ErrnoStatus(int error, std::string_view action, const std::string& path) 
   switch (error) {
     case ENOSPC:
     case EDQUOT:
-    case EFBIG: return status(StatusCode::kNoSpace, "free some space, what was stored before is intact");
+    case EFBIG:
+      return status(StatusCode::kNoSpace, "free some space, what was stored before is intact");
     case EACCES:
     case EPERM:
-    case EROFS: return status(StatusCode::kPermission, "check its owner and mode, or choose another place");
-    case ENOENT: return status(StatusCode::kNotFound, "check the path");
-    case ELOOP: return status(StatusCode::kInvalidArgument, "it is a symbolic link, give the place that it points to");
+    case EROFS:
+      return status(StatusCode::kPermission, "check its owner and mode, or choose another place");
+    case ENOENT:
+      return status(StatusCode::kNotFound, "check the path");
+    case ELOOP:
+      return status(StatusCode::kInvalidArgument, "it is a symbolic link, give the place that it points to");
     case ENOTDIR:
     case EISDIR:
     case ENXIO:
     case ENAMETOOLONG:
-    case EEXIST: return status(StatusCode::kInvalidArgument, "choose another path");
-    case EAGAIN: return status(StatusCode::kBusy, "another process holds it, try again");
-    case EOPNOTSUPP: return status(StatusCode::kUnsupported, "this file system can't do it");
+    case EEXIST:
+      return status(StatusCode::kInvalidArgument, "choose another path");
+    case EAGAIN:
+      return status(StatusCode::kBusy, "another process holds it, try again");
+    case EOPNOTSUPP:
+      return status(StatusCode::kUnsupported, "this file system can't do it");
     case EMFILE:
-    case ENFILE: return status(StatusCode::kIoError, "raise the limit of open files (ulimit -n)");
-    default: return status(StatusCode::kIoError, "check the disk, what was stored before is intact");
+    case ENFILE:
+      return status(StatusCode::kIoError, "raise the limit of open files (ulimit -n)");
+    default:
+      return status(StatusCode::kIoError, "check the disk, what was stored before is intact");
   }
 }
 
@@ -146,15 +155,15 @@ Result<File> File::Open(SystemCalls& calls, int directory, const std::string& na
     return Fail(file.Failed(error, "open"));
   }
   if (created) {
-    if (const int result = calls.Chmod(file.fd_, mode); result < 0) return Fail(file.Failed(-result, "set the mode of"));
+    if (const int result = calls.Chmod(file.fd_, mode); result < 0)
+      return Fail(file.Failed(-result, "set the mode of"));
   }
   auto info = file.Stat();
   if (!info) return Fail(info.error());
   const bool wants_directory = (flags & O_DIRECTORY) != 0;
   if (wants_directory ? !S_ISDIR(info->st_mode) : !S_ISREG(info->st_mode)) {
-    return Fail(StatusCode::kInvalidArgument,
-                fmt::format("{} is not a {}: move it away or choose another path", file.path_,
-                            wants_directory ? "directory" : "regular file"));
+    return Fail(StatusCode::kInvalidArgument, fmt::format("{} is not a {}: move it away or choose another path",
+                                                          file.path_, wants_directory ? "directory" : "regular file"));
   }
   return file;
 }
@@ -273,7 +282,8 @@ Status MakeDirectories(SystemCalls& calls, const std::string& path) {
     if (result == 0) {
       auto made = File::Open(calls, AT_FDCWD, part, O_RDONLY | O_DIRECTORY, 0, part);
       if (!made) return made.error();
-      if (const int chmod = calls.Chmod(made->fd(), 0700); chmod < 0) return ErrnoStatus(-chmod, "set the mode of", part);
+      if (const int chmod = calls.Chmod(made->fd(), 0700); chmod < 0)
+        return ErrnoStatus(-chmod, "set the mode of", part);
     } else if (result != -EEXIST) {
       struct stat info = {};  // a directory above that can't be written is fine as long as it is there
       if (calls.StatAt(AT_FDCWD, part.c_str(), &info) < 0) return ErrnoStatus(-result, "make directory", part);

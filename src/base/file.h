@@ -1,5 +1,5 @@
-// Files by way of a system-call seam: everything the store asks of the kernel goes through SystemCalls, so that a test can
-// make any call fail, write short or forget what was not synced.
+// Files by way of a system-call seam: everything the store asks of the kernel goes through SystemCalls, so that a test
+// can make any call fail, write short or forget what was not synced.
 #pragma once
 
 #include <sys/stat.h>
@@ -18,8 +18,8 @@ namespace kvcell {
 
 enum class LockKind : uint8_t { kShared, kExclusive, kUnlock };
 
-// The system calls, each as the kernel has it but for errors, which come back as -errno. The base class makes the real calls;
-// tests override some. Thread-safe.
+// The system calls, each as the kernel has it but for errors, which come back as -errno. The base class makes the real
+// calls; tests override some. Thread-safe.
 class SystemCalls {
  public:
   virtual ~SystemCalls() = default;
@@ -40,8 +40,8 @@ class SystemCalls {
   virtual int Stat(int fd, struct stat* out);
   virtual int StatAt(int directory, const char* name, struct stat* out);  // of a symbolic link itself
   virtual int Chmod(int fd, mode_t mode);
-  // A range lock that belongs to the open file (F_OFD_SETLK): it conflicts with other opens of the same process too, and goes
-  // when the last descriptor closes, so also when the process dies. Never waits: -EAGAIN.
+  // A range lock that belongs to the open file (F_OFD_SETLK): it conflicts with other opens of the same process too,
+  // and goes when the last descriptor closes, so also when the process dies. Never waits: -EAGAIN.
   virtual int Lock(int fd, off_t offset, off_t bytes, LockKind kind);
 };
 
@@ -49,7 +49,8 @@ class SystemCalls {
 // kNotFound, kInvalidArgument (a symbolic link, or not the kind of file it has to be), kBusy, else kIoError.
 Status ErrnoStatus(int error, std::string_view action, const std::string& path);
 
-// An open file or directory; closes itself. Reads and writes are complete or an error. Movable; const calls are thread-safe.
+// An open file or directory; closes itself. Reads and writes are complete or an error. Movable; const calls are
+// thread-safe.
 class File {
  public:
   File() = default;
@@ -57,9 +58,10 @@ class File {
   File& operator=(File&& other) noexcept;
   ~File() { Close(); }
 
-  // Opens `name` below `directory` (AT_FDCWD for a path as it stands); `path` names it in messages. O_CLOEXEC, O_NOFOLLOW
-  // and O_NONBLOCK are added: no symbolic link is followed and a FIFO can't hang. Anything but a regular file (or, with
-  // O_DIRECTORY, a directory) is kInvalidArgument. A file that O_CREAT makes has exactly `mode`, whatever the umask.
+  // Opens `name` below `directory` (AT_FDCWD for a path as it stands); `path` names it in messages. O_CLOEXEC,
+  // O_NOFOLLOW and O_NONBLOCK are added: no symbolic link is followed and a FIFO can't hang. Anything but a regular
+  // file (or, with O_DIRECTORY, a directory) is kInvalidArgument. A file that O_CREAT makes has exactly `mode`,
+  // whatever the umask.
   static Result<File> Open(SystemCalls& calls, int directory, const std::string& name, int flags, mode_t mode,
                            std::string path);
 

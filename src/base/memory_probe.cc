@@ -56,14 +56,16 @@ std::optional<CgroupMemory> SmallestLimit(const std::string& root, std::string p
     const auto used_text = ReadSmallFile(folder + "/" + used_name);
     const auto limit = limit_text ? Number(*limit_text) : std::nullopt;
     const auto used = used_text ? Number(*used_text) : std::nullopt;
-    if (limit && used && *limit < (uint64_t{1} << 60) && (!best || *limit < best->limit)) best = CgroupMemory{*limit, *used};
+    if (limit && used && *limit < (uint64_t{1} << 60) && (!best || *limit < best->limit))
+      best = CgroupMemory{*limit, *used};
     if (path.empty() || path == "/") return best;
     const size_t slash = path.rfind('/');
     path.resize(slash == std::string::npos ? 0 : slash);
   }
 }
 
-// This process's group in a hierarchy: the path of the line `N:<controllers>:<path>` that has the controller ("" for v2).
+// This process's group in a hierarchy: the path of the line `N:<controllers>:<path>` that has the controller ("" for
+// v2).
 std::optional<std::string> GroupPath(std::string_view groups, std::string_view controller) {
   std::istringstream lines{std::string(groups)};
   for (std::string line; std::getline(lines, line);) {
@@ -83,7 +85,8 @@ std::optional<std::string> GroupPath(std::string_view groups, std::string_view c
 
 Result<ProcessMemory> ProbeProcessMemory() {
   const auto status = ReadSmallFile("/proc/self/status");
-  if (!status) return Fail(StatusCode::kIoError, "cannot read /proc/self/status: mount /proc to see this process's memory");
+  if (!status)
+    return Fail(StatusCode::kIoError, "cannot read /proc/self/status: mount /proc to see this process's memory");
   ProcessMemory memory;
   memory.resident = KilobyteField(*status, "VmRSS").value_or(0);
   memory.anonymous = KilobyteField(*status, "RssAnon").value_or(0);

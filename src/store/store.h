@@ -1,5 +1,6 @@
-// The durable tier: a directory of append-only segment files with cells, and an SQLite index (WAL) whose commit is what makes
-// sessions and blocks exist. Knows bytes and keys, not attention. Formats: docs/format.md; guarantees: docs/durability.md.
+// The durable tier: a directory of append-only segment files with cells, and an SQLite index (WAL) whose commit is what
+// makes sessions and blocks exist. Knows bytes and keys, not attention. Formats: docs/format.md; guarantees:
+// docs/durability.md.
 #pragma once
 
 #include <array>
@@ -13,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/file.h"
 #include "kvcell/geometry.h"
 #include "kvcell/status.h"
 
@@ -25,7 +27,8 @@ enum class Durability : uint8_t {
   kPower = 2,    // survives power loss: segments are synced before the commit, the index by the commit
 };
 
-// Digest that names a block: of identity, parent block and its token ids. Tokens are compared on every hit all the same.
+// Digest that names a block: of identity, parent block and its token ids. Tokens are compared on every hit all the
+// same.
 using BlockKey = std::array<uint8_t, 16>;
 
 // All that decides whether stored cells may be read, as named fields, so that a mismatch can be named:
@@ -44,18 +47,18 @@ struct CellSetShape {
   std::vector<Layer> layers;
 };
 
-// Where one block's cells of one shape lie: block `index` of an extent of `n_blocks` blocks. Cells are layer-major, so that one
-// layer of the extent's blocks is one run: cell (l, block, head) is at
+// Where one block's cells of one shape lie: block `index` of an extent of `n_blocks` blocks. Cells are layer-major, so
+// that one layer of the extent's blocks is one run: cell (l, block, head) is at
 //   offset + n_blocks * (bytes of the layers before l) + (index * n_cells(l) + head) * cell_bytes(l).
 struct BlockPlace {
   uint64_t segment = 0;
-  uint64_t offset = 0;   // of the extent's first cell, 64-byte aligned
+  uint64_t offset = 0;  // of the extent's first cell, 64-byte aligned
   uint32_t n_blocks = 0;
   uint32_t index = 0;
 };
 
-// One block of a session as the index keeps it. `places[0]` holds its full-attention layers, `places[1]` its sliding-window
-// layers, absent where a window has already passed the block (or the model has no such layers).
+// One block of a session as the index keeps it. `places[0]` holds its full-attention layers, `places[1]` its
+// sliding-window layers, absent where a window has already passed the block (or the model has no such layers).
 struct BlockRecord {
   BlockKey key{};
   uint64_t generation = 0;
@@ -66,14 +69,15 @@ struct BlockRecord {
 // A session as stored: everything to go on with, but for the cells.
 struct SessionRecord {
   std::string name;
-  std::string model;           // for people: the model's name
+  std::string model;  // for people: the model's name
   Identity identity;
-  std::vector<Token> tokens;   // all of them; blocks.size() * 64 of these are sealed, the rest are the open tail
+  std::vector<Token> tokens;  // all of them; blocks.size() * 64 of these are sealed, the rest are the open tail
   std::vector<BlockRecord> blocks;
   std::vector<std::byte> exact;  // sinks and the open tail's exact cells, as `cache` lays them out
   std::vector<float> logits;     // of the last token; may be empty
   std::string extras;            // JSON of the layers above (sampler, chat state)
   int64_t last_used = 0;         // unix seconds; set by Commit
+  std::string damage;            // by Load: why `blocks` ends early (which block, what is wrong); "" where all is sound
 };
 
 struct SessionSummary {
@@ -86,8 +90,12 @@ struct SessionSummary {
 
 struct StoreOptions {
   Durability durability = Durability::kProcess;
-  bool create = true;          // make the directory (0700) when it is missing
-  bool read_only = false;      // for inspection; nothing is written, locks are shared
+  bool create = true;      // make the directory (0700) when it is missing
+  bool read_only = false;  // for inspection; nothing is written, locks are shared
+  // A segment file is ended, and a new one begun, past this many bytes. Larger: fewer files; smaller: removed sessions
+  // give whole files back sooner. An extent larger than this has a segment of its own.
+  uint64_t segment_bytes = uint64_t{1} << 30;
+  SystemCalls* system_calls = nullptr;  // what the kernel is asked through; null: the real calls. Outlives the store.
 };
 
 struct DamagedCell {
@@ -95,45 +103,58 @@ struct DamagedCell {
   uint16_t layer = 0;
   uint16_t head = 0;
   int64_t position = 0;
-  std::string path;     // segment file
+  std::string path;  // segment file
   uint64_t offset = 0;
   std::string what;
 };
 
 struct StoreStats {
   int64_t sessions = 0, blocks = 0, cells = 0;
-  int64_t segment_bytes = 0;   // of the segment files
-  int64_t live_bytes = 0;      // of cells that a session refers to
-  int64_t index_bytes = 0;     // SQLite's files
+  int64_t segment_bytes = 0;  // of the segment files
+  int64_t live_bytes = 0;     // of cells that a session refers to
+  int64_t index_bytes = 0;    // SQLite's files
 };
 
 // Checks one cell's bytes; the store is told how, since it knows bytes and keys only.
-using CellVerifier = std::function<Status(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
-                                          const BlockKey& key)>;
+using CellVerifier = std::function<Status(std::span<const std::byte> cell, uint16_t layer, uint16_t head,
+                                          int64_t position, const BlockKey& key)>;
 
 // Thread-safe unless stated. One object per process and directory; any number of processes.
 class Store {
  public:
-  // kNotFound (create = false), kPermission, kIoError, kMismatch (a newer format), kCorruption (the index is damaged beyond
-  // reading; its file is left as it is and named).
+  // kNotFound (create = false), kPermission, kIoError, kMismatch (a newer format), kCorruption (the index is damaged
+  // beyond reading; its file is left as it is and named).
   static Result<std::unique_ptr<Store>> Open(const std::string& directory, const StoreOptions& options);
   virtual ~Store() = default;
 
   virtual const std::string& directory() const = 0;
 
-  // Appends an extent of n_blocks blocks to this process's own segment; space is allocated before it is written, so that a
-  // full disk is kNoSpace with nothing changed. `cell(layer_slot, block, head)` gives each cell's bytes, asked for in file
-  // order; layer_slot indexes shape.layers. The cells stay invisible to others until a Commit names them; if the process
-  // ends without one, their space is reclaimed.
+  // Appends an extent of n_blocks blocks to this process's own segment; space is allocated before it is written, so
+  // that a full disk is kNoSpace with nothing changed. `cell(layer_slot, block, head)` gives each cell's bytes, asked
+  // for in file order; layer_slot indexes shape.layers. The cells stay invisible to others until a Commit names them;
+  // if the process ends without one, their space is reclaimed.
   virtual Result<std::vector<BlockPlace>> AppendExtent(
       const CellSetShape& shape, uint32_t n_blocks,
       const std::function<const std::byte*(size_t layer_slot, uint32_t block, uint16_t head)>& cell) = 0;
 
-  // Reads cells [head_begin, head_begin + n) of one layer of one block into dst [n * cell_bytes]. No check but for length:
-  // the caller verifies. kIoError or kCorruption (file gone or too short).
+  // The places that AppendExtent, Load, FindBlock and Commit hand out are held: their bytes stay although other
+  // processes remove every session that uses them. Release gives one hold back, once for each time a block was handed
+  // out; a place that was never committed loses its space with the last hold. All holds end with this object or its
+  // process.
+  virtual void Release(const BlockRecord& block) = 0;
+  // Says that the caller found a block's cells damaged: later Commits of the same key put their own cells in its place
+  // instead of sharing it.
+  virtual void ReportDamage(const BlockPlace& place) = 0;
+  // A committed block with this key and these tokens, held; nothing where there is none. Spares writing cells twice.
+  virtual Result<std::optional<BlockRecord>> FindBlock(const BlockKey& key,
+                                                       std::span<const Token, kBlockTokens> tokens) = 0;
+
+  // Reads cells [head_begin, head_begin + n) of one layer of one block into dst [n * cell_bytes]. No check but for
+  // length: the caller verifies. kIoError or kCorruption (file gone or too short).
   virtual Status ReadCells(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint16_t head_begin,
                            uint16_t n, std::byte* dst) = 0;
-  // Reads one layer (all heads) of blocks that lie side by side in one extent: indexes [place.index, place.index + n_blocks).
+  // Reads one layer (all heads) of blocks that lie side by side in one extent: indexes [place.index, place.index +
+  // n_blocks).
   virtual Status ReadRun(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks,
                          std::byte* dst) = 0;
   // Path and byte offset of a cell, for people.
@@ -143,37 +164,43 @@ class Store {
   // A generation number that no other write of this store has (monotonic).
   virtual Result<uint64_t> NextGeneration() = 0;
 
-  // Saves a session under record.name in one transaction, replacing an older one of that name. Its blocks' cells must have been
-  // appended (or belong to blocks stored before: a block whose key and tokens are there already is shared, and its record in
-  // `record` is updated to the stored place). kNoSpace, kIoError: the older session is intact.
+  // Saves a session under record.name in one transaction, replacing an older one of that name. Its blocks' places must
+  // be held (appended, loaded or found). A block whose key and tokens are there already is shared: its record in
+  // `record` becomes the stored one, and the hold moves with it. kInvalidArgument (name; tokens of a block are not the
+  // session's), kBusy (another process holds the session), kNoSpace, kIoError: the older session and `record` are
+  // intact.
   virtual Status Commit(SessionRecord* record, const CellSetShape shapes[2]) = 0;
 
-  // kNotFound; kCorruption where its rows fail their checksum.
+  // kNotFound; kCorruption where the session's own row fails its checksum. Damage of a block's row, extent or segment
+  // file ends `blocks` before it and is told in `damage`. The cells themselves are not read.
   virtual Result<SessionRecord> Load(const std::string& name) = 0;
   virtual Result<std::vector<SessionSummary>> List() = 0;
-  // Removes the session; blocks that no other one uses lose their space. `erase` overwrites their bytes and the index's.
+  // Removes the session; blocks that no other one uses lose their space, held ones as soon as they are released (at the
+  // next Remove or Open). `erase` overwrites their bytes and the index's: no byte of them is left in the store's files.
+  // kNotFound, kBusy (someone holds the session or, to be erased, its cells).
   virtual Status Remove(const std::string& name, bool erase) = 0;
 
-  // One writer per session name over all processes: kBusy names the holder's process. Released by destroying the lock or when
-  // the process dies.
+  // One writer per session name over all processes: kBusy names the holder's process. Released by destroying the lock
+  // or when the process dies.
   class SessionLock {
    public:
     virtual ~SessionLock() = default;
   };
   virtual Result<std::unique_ptr<SessionLock>> LockSession(const std::string& name) = 0;
 
-  // One portable file with a manifest; `import` refuses what fails its checksums (kCorruption) and an existing name
-  // (kInvalidArgument) unless `as` gives another.
-  virtual Status Export(const std::string& name, const std::string& path, const CellSetShape* shapes_or_null) = 0;
+  // One portable file (0600) with a manifest, put in place by a rename. Import refuses what fails its checks
+  // (kCorruption, kMismatch for a newer version) and an existing name (kInvalidArgument); `as` gives another name, ""
+  // the stored one. It returns the name.
+  virtual Status Export(const std::string& name, const std::string& path) = 0;
   virtual Result<std::string> Import(const std::string& path, const std::string& as) = 0;
 
   virtual Result<StoreStats> Stats() = 0;
-  // Checks every row and every cell; never changes anything.
+  // Checks every row, header and cell; never changes anything.
   virtual Result<std::vector<DamagedCell>> Verify(const CellVerifier& verifier) = 0;
 };
 
-// A session name is 1..128 bytes of UTF-8 without control characters, '/' or '\\', and not "." or "..". kInvalidArgument says
-// which rule it breaks.
+// A session name is 1..128 bytes of UTF-8 without control characters, '/' or '\\', and not "." or "..".
+// kInvalidArgument says which rule it breaks.
 Status CheckSessionName(const std::string& name);
 
 }  // namespace kvcell

@@ -1,0 +1,134 @@
+// The segment files of a store: appending extents to this process's own, reading from any, and the locks that say which
+// bytes are in use. Knows nothing of the index: whoever calls says what is committed.
+//
+// Locks are ranges of a segment file, owned by the open file, so that the kernel drops them with the process:
+//   byte 0                          exclusive: this process appends to the segment (its owner)
+//   byte offset + index of an extent  shared: the block's bytes are held by someone; who frees them takes it
+//   exclusively
+#pragma once
+
+#include <compare>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "base/file.h"
+#include "kvcell/status.h"
+#include "store/segment_format.h"
+#include "store/store.h"
+
+namespace kvcell {
+
+// An extent's name: its segment and the offset of its first cell.
+struct ExtentKey {
+  uint64_t segment = 0;
+  uint64_t offset = 0;
+  auto operator<=>(const ExtentKey&) const = default;
+};
+inline ExtentKey KeyOf(const BlockPlace& place) { return {place.segment, place.offset}; }
+
+// Where an extent's bytes begin and end in its file, header included.
+struct ExtentRange {
+  uint64_t begin = 0;
+  uint64_t end = 0;
+};
+
+// Gives each cell's bytes in file order; a null pointer stops the append.
+using CellSource = std::function<const std::byte*(size_t layer_slot, uint32_t block, uint16_t head)>;
+
+// Thread-safe.
+class Segments {
+ public:
+  struct Options {
+    StoreId store{};
+    uint64_t segment_bytes = 0;
+    bool sync = false;  // a new file's name is synced before the file is used
+  };
+  // An extent that this process appended and nobody committed yet.
+  struct Appended {
+    CellSetShape shape;
+    uint32_t n_blocks = 0;
+  };
+
+  Segments(SystemCalls& calls, File directory, Options options)
+      : calls_(calls), directory_(std::move(directory)), options_(options) {}
+
+  // Appends an extent to this process's segment and holds all its blocks. Nothing is left of a failed one.
+  Result<std::vector<BlockPlace>> Append(const CellSetShape& shape, uint32_t n_blocks, uint64_t generation,
+                                         const CellSource& cell);
+  std::optional<Appended> FindAppended(const ExtentKey& key) const;
+  // The index names the extents now: they are no longer this process's to drop.
+  void MarkCommitted(std::span<const ExtentKey> keys);
+  // Makes what was appended survive power loss.
+  Status SyncAppended();
+
+  // kCorruption where the file is missing, foreign or ends too early.
+  Status Read(uint64_t segment, uint64_t offset, std::span<std::byte> to);
+  Result<uint64_t> FileBytes(uint64_t segment);
+  std::string PathOf(uint64_t segment) const { return directory_.path() + "/" + SegmentName(segment); }
+
+  // Holds a block's bytes; false where they are being freed this moment.
+  Result<bool> Hold(const BlockPlace& place);
+  bool IsHeld(const BlockPlace& place) const;
+  // The last hold on the last block of an extent that was never committed gives its space back.
+  void Release(const BlockPlace& place);
+
+  // Frees blocks that the index no longer names, but for those that someone holds; returns the freed ones. The whole
+  // extent goes, header included, where `all` says that no other block of it is left. Erasing overwrites the bytes on
+  // the disk first.
+  Result<std::vector<uint32_t>> Free(const ExtentKey& key, const CellSetShape& shape, uint32_t n_blocks,
+                                     const std::vector<uint32_t>& indexes, bool all, bool erase);
+
+  // Whether nobody holds any of these blocks of an extent.
+  Result<bool> CanFree(const ExtentKey& key, const std::vector<uint32_t>& indexes) const;
+
+  // Segment files that are there, by number.
+  Result<std::vector<uint64_t>> List() const;
+  // Becomes the owner of a segment that nobody owns; nothing where someone does or it isn't this store's.
+  Result<std::optional<File>> TryOwn(uint64_t segment) const;
+  // The owner gives back what no committed extent (in order of offset) takes; the file itself where there is none.
+  Status Reclaim(const File& owned, uint64_t segment, std::span<const ExtentRange> committed) const;
+  // The segments that this process owns. It gives them up, after which anyone may reclaim them.
+  std::vector<std::pair<uint64_t, File>> TakeOwned();
+
+ private:
+  struct Owned {
+    uint64_t segment = 0;
+    File file;
+    uint64_t tail = 0;  // where the next extent may start
+    bool dirty = false;
+  };
+
+  Result<std::shared_ptr<File>> OpenForRead(uint64_t segment);
+  Result<Owned> Create() const;
+  Result<std::optional<Owned>> Adopt(uint64_t bytes);
+  Status FindRoom(uint64_t bytes);
+  Status WriteExtent(const File& file, const ExtentHeader& header, uint64_t block_bytes, const CellSource& cell);
+  void DropAppended(const ExtentKey& key, const Appended& appended);
+
+  SystemCalls& calls_;
+  const File directory_;
+  const Options options_;
+
+  std::mutex append_mutex_;   // before hold_mutex_
+  std::vector<Owned> owned_;  // extents go to the last
+  std::vector<std::byte> staging_;
+
+  mutable std::mutex hold_mutex_;
+  std::map<std::pair<uint64_t, uint64_t>, uint32_t> holds_;  // segment, lock byte -> how often
+  std::map<ExtentKey, Appended> appended_;
+
+  std::shared_mutex files_mutex_;
+  std::map<uint64_t, std::shared_ptr<File>> files_;
+};
+
+}  // namespace kvcell

@@ -1,0 +1,617 @@
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <chrono>
+#include <set>
+#include <thread>
+
+#include "base/clock.h"
+#include "store/store_impl.h"
+
+namespace kvcell {
+namespace {
+
+constexpr uint64_t kGenerationsAtOnce = 1024;
+constexpr auto kOpenTimeout = std::chrono::seconds(20);
+constexpr int kLoadAttempts = 20;
+
+Status ReadOnly(const std::string& path) {
+  return Status(StatusCode::kPermission,
+                fmt::format("store {} is open for inspection only: open it for writing", path));
+}
+
+// Waits while another process opens the store; whoever holds this founds or tidies it.
+Status WaitForLock(const File& file, const std::string& what) {
+  const auto end = SteadyNow() + kOpenTimeout;
+  for (;;) {
+    const Status status = LockWithPid(file, what);
+    if (status.code() != StatusCode::kBusy || SteadyNow() > end) return status;
+    std::this_thread::sleep_for(std::chrono::milliseconds(2));
+  }
+}
+
+std::vector<uint32_t> UnusedBlocks(const ExtentRow& extent, const std::vector<bool>& used) {
+  std::vector<uint32_t> unused;
+  for (uint32_t i = 0; i < extent.n_blocks; ++i) {
+    if (!used[i] && !extent.freed[i]) unused.push_back(i);
+  }
+  return unused;
+}
+
+bool SamePlace(const std::optional<BlockPlace>& a, const std::optional<BlockPlace>& b) {
+  return a && b && a->segment == b->segment && a->offset == b->offset && a->index == b->index;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Store>> Store::Open(const std::string& directory, const StoreOptions& options) {
+  return StoreImpl::Open(directory, options);
+}
+
+// The directory's own path, symbolic links above it resolved, so that a later change of the working directory doesn't
+// matter.
+static Result<std::string> RealPath(const std::string& path) {
+  const std::unique_ptr<char, decltype(&::free)> real(::realpath(path.c_str(), nullptr), ::free);
+  if (real == nullptr) return Fail(ErrnoStatus(errno, "find", path));
+  return std::string(real.get());
+}
+
+Result<std::unique_ptr<Store>> StoreImpl::Open(const std::string& directory, const StoreOptions& options) {
+  SystemCalls& calls = options.system_calls != nullptr ? *options.system_calls : SystemCalls::Real();
+  std::string path = directory;
+  while (path.size() > 1 && path.ends_with('/')) path.pop_back();
+  if (path.empty()) return Fail(StatusCode::kInvalidArgument, "the store has no directory: give one");
+  struct stat info = {};
+  if (const int result = calls.StatAt(AT_FDCWD, path.c_str(), &info); result < 0) {
+    if (result != -ENOENT) return Fail(ErrnoStatus(-result, "open store", path));
+    if (!options.create || options.read_only) {
+      return Fail(StatusCode::kNotFound, fmt::format("there is no store at {}: check the path", path));
+    }
+    KVCELL_FAIL_IF_ERROR(MakeDirectories(calls, path));
+  } else if (S_ISLNK(info.st_mode)) {
+    return Fail(StatusCode::kInvalidArgument,
+                fmt::format("store {} is a symbolic link: give the directory that it points to", path));
+  } else if (!S_ISDIR(info.st_mode)) {
+    return Fail(StatusCode::kInvalidArgument, fmt::format("store {} is not a directory: choose another path", path));
+  }
+  const auto real = RealPath(path);
+  if (!real) return Fail(real.error());
+  std::unique_ptr<StoreImpl> store(new StoreImpl(*real, options, calls));
+  KVCELL_FAIL_IF_ERROR(store->OpenFiles());
+  return store;
+}
+
+Status StoreImpl::OpenFiles() {
+  auto directory = File::Open(calls_, AT_FDCWD, path_, O_RDONLY | O_DIRECTORY, 0, path_);
+  if (!directory) return directory.error();
+  directory_ = std::move(*directory);
+  const bool writes = !options_.read_only;
+  const std::string index_path = path_ + "/store.db";
+  const int flags = writes ? O_RDWR | (options_.create ? O_CREAT : 0) : O_RDONLY;
+  File open_lock;
+  if (writes) {
+    struct stat info = {};
+    if (!options_.create && calls_.StatAt(directory_.fd(), "store.db", &info) < 0) {
+      return Status(StatusCode::kNotFound, fmt::format("there is no store at {}: check the path", path_));
+    }
+    auto lock = File::Open(calls_, directory_.fd(), "open.lock", O_RDWR | O_CREAT, 0600, path_ + "/open.lock");
+    if (!lock) return lock.error();
+    KVCELL_RETURN_IF_ERROR(WaitForLock(*lock, fmt::format("store {}", path_)));
+    open_lock = std::move(*lock);
+  }
+  std::array<File, 2> folders;  // segments, locks
+  constexpr std::array<const char*, 2> kNames = {"segments", "locks"};
+  {
+    auto index_file = File::Open(calls_, directory_.fd(), "store.db", flags, 0600, index_path);
+    if (!index_file) return index_file.error();
+    auto index = Index::Open(*index_file, options_);
+    if (!index) return index.error();
+    index_ = std::move(*index);
+  }
+  for (size_t i = 0; i < folders.size(); ++i) {
+    const std::string folder_path = path_ + "/" + kNames.at(i);
+    if (writes) {
+      const int result = calls_.MkdirAt(directory_.fd(), kNames.at(i), 0700);
+      if (result < 0 && result != -EEXIST) return ErrnoStatus(-result, "make directory", folder_path);
+    }
+    auto folder = File::Open(calls_, directory_.fd(), kNames.at(i), O_RDONLY | O_DIRECTORY, 0, folder_path);
+    if (!folder) return folder.error();
+    folders.at(i) = std::move(*folder);
+  }
+  const bool power = options_.durability == Durability::kPower;
+  if (writes && power) KVCELL_RETURN_IF_ERROR(directory_.Sync());
+  segments_ = std::make_unique<Segments>(calls_, std::move(folders[0]),
+                                         Segments::Options{index_->store_id(), options_.segment_bytes, power});
+  locks_ = std::make_unique<SessionLocks>(calls_, std::move(folders[1]), index_->store_id());
+  return writes ? Reclaim() : OkStatus();
+}
+
+StoreImpl::~StoreImpl() {
+  if (segments_ == nullptr || index_ == nullptr || options_.read_only) return;
+  // What was never committed goes now; if that fails, the next one to open the store does it.
+  for (const auto& [segment, file] : segments_->TakeOwned()) (void)ReclaimSegment(file, segment);
+}
+
+// Space that processes which have ended left behind: blocks without a row and what lies between and behind the extents
+// of segments that nobody owns. Damage found on the way is for Verify to name; what is in doubt stays.
+Status StoreImpl::Reclaim() {
+  const auto keys = index_->ListExtentKeys();
+  if (!keys) return keys.error().code() == StatusCode::kCorruption ? OkStatus() : keys.error();
+  for (const auto& key : *keys) {
+    const auto extent = index_->FindExtent(key);
+    if (!extent || !*extent) continue;
+    const auto used = index_->UsedBlocks(**extent);
+    if (used && !UnusedBlocks(**extent, *used).empty()) (void)CollectExtent(key, false);
+  }
+  const auto segments = segments_->List();
+  if (!segments) return segments.error();
+  for (const uint64_t segment : *segments) {
+    const auto owned = segments_->TryOwn(segment);
+    if (owned && *owned) (void)ReclaimSegment(**owned, segment);
+  }
+  return OkStatus();
+}
+
+// The rows are read after the segment is owned: what they name then is all that was ever committed in it.
+Status StoreImpl::ReclaimSegment(const File& owned, uint64_t segment) {
+  const auto extents = index_->ListExtents(segment);
+  if (!extents) return extents.error();
+  std::vector<ExtentRange> ranges;
+  for (const auto& extent : *extents) ranges.push_back(extent.range());
+  return segments_->Reclaim(owned, segment, ranges);
+}
+
+Result<bool> StoreImpl::CollectExtent(const ExtentKey& key, bool erase) {
+  Transaction transaction(index_->database());
+  KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
+  auto found = index_->FindExtent(key);
+  if (!found) return Fail(found.error());
+  if (!*found) return true;
+  ExtentRow& extent = **found;
+  const auto used = index_->UsedBlocks(extent);
+  if (!used) return Fail(used.error());
+  const auto unused = UnusedBlocks(extent, *used);
+  const bool none_used = std::ranges::none_of(*used, [](bool is_used) { return is_used; });
+  const auto freed = segments_->Free(key, extent.shape, extent.n_blocks, unused, none_used, erase);
+  if (!freed) return Fail(freed.error());
+  for (const uint32_t index : *freed) extent.freed[index] = true;
+  const bool all_freed = std::ranges::all_of(extent.freed, [](bool is_freed) { return is_freed; });
+  KVCELL_FAIL_IF_ERROR(none_used && all_freed ? index_->DeleteExtent(key) : index_->WriteExtent(extent));
+  KVCELL_FAIL_IF_ERROR(transaction.Commit());
+  return freed->size() == unused.size();
+}
+
+Result<std::vector<BlockPlace>> StoreImpl::AppendExtent(
+    const CellSetShape& shape, uint32_t n_blocks,
+    const std::function<const std::byte*(size_t layer_slot, uint32_t block, uint16_t head)>& cell) {
+  if (options_.read_only) return Fail(ReadOnly(path_));
+  const auto generation = NextGeneration();
+  if (!generation) return Fail(generation.error());
+  return segments_->Append(shape, n_blocks, *generation, cell);
+}
+
+void StoreImpl::Release(const BlockRecord& block) {
+  for (const auto& place : block.places) {
+    if (place) segments_->Release(*place);
+  }
+}
+
+void StoreImpl::ReportDamage(const BlockPlace& place) {
+  const std::lock_guard lock(mutex_);
+  damaged_.insert({place.segment, place.offset + place.index});
+}
+
+Result<std::optional<BlockRecord>> StoreImpl::FindBlock(const BlockKey& key,
+                                                        std::span<const Token, kBlockTokens> tokens) {
+  const std::lock_guard lock(mutex_);
+  std::vector<int64_t> damaged;
+  const auto find = [&]() -> Result<std::optional<BlockRow>> {
+    auto rows = index_->FindBlocks(key, &damaged);
+    if (!rows) return Fail(rows.error());
+    for (auto& row : *rows) {
+      const auto& places = row.record.places;
+      const bool sound = std::ranges::none_of(places, [&](const auto& place) { return place && IsDamaged(*place); });
+      if (sound && std::ranges::equal(row.record.tokens, tokens)) return std::move(row);
+    }
+    return std::nullopt;
+  };
+  auto row = find();
+  if (!row) return Fail(row.error());
+  if (!*row || !HoldBlock((*row)->record).ok()) return std::nullopt;
+  // Held now; if its row is still there, it was never freed in between.
+  const auto again = find();
+  if (!again || !*again || (*again)->id != (*row)->id) {
+    Release((*row)->record);
+    if (!again) return Fail(again.error());
+    return std::nullopt;
+  }
+  return (*row)->record;
+}
+
+Status StoreImpl::HoldBlock(const BlockRecord& block) {
+  std::vector<BlockPlace> held;
+  for (const auto& place : block.places) {
+    if (!place) continue;
+    const auto hold = segments_->Hold(*place);
+    if (hold && *hold) {
+      held.push_back(*place);
+      continue;
+    }
+    for (const auto& one : held) segments_->Release(one);
+    return hold ? Status(StatusCode::kBusy, "the block is being removed: try again") : hold.error();
+  }
+  return OkStatus();
+}
+
+Status StoreImpl::ReadCells(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint16_t head_begin,
+                            uint16_t n, std::byte* dst) {
+  const auto offset = CellOffset(shape, place, layer_slot, head_begin);
+  if (!offset || n > shape.layers[layer_slot].n_cells - head_begin) {
+    return Status(StatusCode::kInvalidArgument, "a block's place doesn't fit its shape: the cells can't be read");
+  }
+  return segments_->Read(place.segment, *offset, std::span(dst, size_t{n} * shape.layers[layer_slot].cell_bytes));
+}
+
+Status StoreImpl::ReadRun(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks,
+                          std::byte* dst) {
+  const auto offset = CellOffset(shape, place, layer_slot, 0);
+  if (!offset || n_blocks > place.n_blocks - place.index) {
+    return Status(StatusCode::kInvalidArgument, "a block's place doesn't fit its shape: the cells can't be read");
+  }
+  const auto& layer = shape.layers[layer_slot];
+  return segments_->Read(place.segment, *offset, std::span(dst, size_t{n_blocks} * layer.n_cells * layer.cell_bytes));
+}
+
+std::pair<std::string, uint64_t> StoreImpl::Locate(const CellSetShape& shape, const BlockPlace& place,
+                                                   size_t layer_slot, uint16_t head) const {
+  return {segments_->PathOf(place.segment), CellOffset(shape, place, layer_slot, head).value_or(0)};
+}
+
+Result<uint64_t> StoreImpl::NextGeneration() {
+  const std::lock_guard lock(mutex_);
+  return NextGenerationLocked();
+}
+
+Result<uint64_t> StoreImpl::NextGenerationLocked() {
+  if (options_.read_only) return Fail(ReadOnly(path_));
+  if (next_generation_ == end_generation_) {
+    const auto first = index_->ReserveGenerations(kGenerationsAtOnce);
+    if (!first) return Fail(first.error());
+    next_generation_ = *first;
+    end_generation_ = *first + kGenerationsAtOnce;
+  }
+  return next_generation_++;
+}
+
+Result<std::unique_ptr<Store::SessionLock>> StoreImpl::LockSession(const std::string& name) {
+  KVCELL_FAIL_IF_ERROR(CheckSessionName(name));
+  if (options_.read_only) return Fail(ReadOnly(path_));
+  return locks_->Lock(name);
+}
+
+Result<std::unique_ptr<Store::SessionLock>> StoreImpl::LockUnlessHeld(const std::string& name) {
+  if (locks_->Holds(name)) return std::unique_ptr<SessionLock>();
+  return locks_->Lock(name);
+}
+
+Status StoreImpl::CheckRecord(const SessionRecord& record) const {
+  KVCELL_RETURN_IF_ERROR(CheckSessionName(record.name));
+  if (options_.read_only) return ReadOnly(path_);
+  if (record.blocks.size() > record.tokens.size() / kBlockTokens) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("session '{}' has {} blocks but only {} tokens: it can't be saved", record.name,
+                              record.blocks.size(), record.tokens.size()));
+  }
+  for (size_t i = 0; i < record.blocks.size(); ++i) {
+    const auto part = std::span(record.tokens).subspan(i * kBlockTokens, kBlockTokens);
+    if (!std::ranges::equal(record.blocks[i].tokens, part)) {
+      return Status(
+          StatusCode::kInvalidArgument,
+          fmt::format("session '{}': the tokens of block {} are not the session's: it can't be saved", record.name, i));
+    }
+  }
+  return OkStatus();
+}
+
+Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2]) {
+  KVCELL_RETURN_IF_ERROR(CheckRecord(*record));
+  const auto session_lock = LockUnlessHeld(record->name);
+  if (!session_lock) return session_lock.error();
+  const std::lock_guard lock(mutex_);
+  const auto revision = NextGenerationLocked();
+  if (!revision) return revision.error();
+  if (options_.durability == Durability::kPower) KVCELL_RETURN_IF_ERROR(segments_->SyncAppended());
+  const int64_t now = UnixSeconds();
+  Pending pending;
+  const int64_t before = std::exchange(record->last_used, now);
+  const Status status = CommitRows(record, shapes, *revision, &pending);
+  if (!status.ok()) {
+    record->last_used = before;
+    for (const auto& place : pending.held) segments_->Release(place);
+    return status;
+  }
+  segments_->MarkCommitted(pending.registered);
+  for (size_t i = 0; i < pending.rows.size(); ++i) record->blocks[i] = pending.rows[i].record;
+  for (const auto& place : pending.given_up) segments_->Release(place);
+  // Saved; space that this frees is found by the next one to open the store where it can't be given back now.
+  for (const auto& key : pending.emptied) (void)CollectExtent(key, false);
+  return OkStatus();
+}
+
+Status StoreImpl::CommitRows(SessionRecord* record, const CellSetShape shapes[2], uint64_t revision, Pending* pending) {
+  Transaction transaction(index_->database());
+  KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
+  for (const auto& block : record->blocks) KVCELL_RETURN_IF_ERROR(CommitBlock(block, shapes, pending));
+  const auto id = index_->SessionId(record->name);
+  if (!id) return id.error();
+  SessionRow row;
+  row.id = id->value_or(0);
+  row.name = record->name;
+  row.model = record->model;
+  row.identity = record->identity;
+  row.n_tokens = static_cast<int64_t>(record->tokens.size());
+  row.n_blocks = static_cast<int64_t>(record->blocks.size());
+  row.last_used = record->last_used;
+  row.revision = revision;
+  KVCELL_RETURN_IF_ERROR(index_->WriteSession(&row, *record));
+  const auto links = index_->ReadLinks(row.id);
+  if (!links) return links.error();
+  KVCELL_RETURN_IF_ERROR(index_->WriteLinks(row.id, *links, pending->rows));
+  for (const auto& link : *links) pending->old_blocks.push_back(link.block);
+  auto emptied = index_->DeleteUnusedBlocks(pending->old_blocks);
+  if (!emptied) return emptied.error();
+  pending->emptied.insert(pending->emptied.end(), emptied->begin(), emptied->end());
+  return transaction.Commit();
+}
+
+// Shares the stored block of the same key and tokens, or stores this one.
+Status StoreImpl::CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], Pending* pending) {
+  auto rows = index_->FindBlocks(block.key, &pending->old_blocks);
+  if (!rows) return rows.error();
+  const auto same = std::ranges::find_if(*rows, [&](const BlockRow& row) { return row.record.tokens == block.tokens; });
+  if (same != rows->end()) {
+    KVCELL_RETURN_IF_ERROR(CompletePlaces(block, shapes, &*same, pending));
+    pending->rows.push_back(std::move(*same));
+    return OkStatus();
+  }
+  for (size_t i = 0; i < block.places.size(); ++i) {
+    if (block.places[i]) KVCELL_RETURN_IF_ERROR(RegisterPlace(*block.places[i], shapes[i], pending));
+  }
+  BlockRow row{0, block};
+  KVCELL_RETURN_IF_ERROR(index_->WriteBlock(&row));
+  pending->rows.push_back(std::move(row));
+  return OkStatus();
+}
+
+Status StoreImpl::CompletePlaces(const BlockRecord& block, const CellSetShape shapes[2], BlockRow* stored,
+                                 Pending* pending) {
+  bool changed = false;
+  for (size_t i = 0; i < block.places.size(); ++i) {
+    const auto& mine = block.places[i];
+    auto& theirs = stored->record.places[i];
+    if (!mine && !theirs) continue;
+    if (SamePlace(mine, theirs)) {
+      KVCELL_RETURN_IF_ERROR(RegisterPlace(*mine, shapes[i], pending));
+      continue;
+    }
+    if (theirs && (!mine || !IsDamaged(*theirs))) {
+      const auto hold = segments_->Hold(*theirs);
+      if (hold && *hold) {
+        pending->held.push_back(*theirs);
+        if (mine) pending->given_up.push_back(*mine);
+        continue;
+      }
+    }
+    if (theirs) pending->emptied.push_back(KeyOf(*theirs));
+    if (mine) KVCELL_RETURN_IF_ERROR(RegisterPlace(*mine, shapes[i], pending));
+    theirs = mine;
+    changed = true;
+  }
+  if (!changed) return OkStatus();
+  stored->record.generation = block.generation;
+  return index_->WriteBlock(stored);
+}
+
+Status StoreImpl::RegisterPlace(const BlockPlace& place, const CellSetShape& shape, Pending* pending) {
+  const auto refuse = [&](std::string_view what) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("cells at byte {} of {} {}: the session can't be saved with them", place.offset,
+                              segments_->PathOf(place.segment), what));
+  };
+  const ExtentKey key = KeyOf(place);
+  if (!segments_->IsHeld(place)) return refuse("are not held");
+  if (auto appended = segments_->FindAppended(key)) {
+    if (!SameShape(appended->shape, shape) || appended->n_blocks != place.n_blocks) return refuse("have another shape");
+    if (std::ranges::find(pending->registered, key) != pending->registered.end()) return OkStatus();
+    KVCELL_RETURN_IF_ERROR(
+        index_->WriteExtent({key, place.n_blocks, std::move(appended->shape), std::vector<bool>(place.n_blocks)}));
+    pending->registered.push_back(key);
+    return OkStatus();
+  }
+  const auto extent = ExtentOf(place);
+  if (!extent) return extent.error();
+  return SameShape(extent->shape, shape) ? OkStatus() : refuse("have another shape");
+}
+
+Result<ExtentRow> StoreImpl::ExtentOf(const BlockPlace& place) {
+  const auto damaged = [&](std::string_view what) {
+    return Fail(StatusCode::kCorruption, fmt::format("index {}: the extent at byte {} of {} {}", index_->path(),
+                                                     place.offset, segments_->PathOf(place.segment), what));
+  };
+  auto extent = index_->FindExtent(KeyOf(place));
+  if (!extent) return Fail(extent.error());
+  if (!*extent) return damaged("is missing");
+  if ((*extent)->n_blocks != place.n_blocks || place.index >= place.n_blocks)
+    return damaged("has another size than its block says");
+  if ((*extent)->freed[place.index]) return damaged("has lost this block's cells");
+  return std::move(**extent);
+}
+
+Result<SessionRecord> StoreImpl::Load(const std::string& name) {
+  KVCELL_FAIL_IF_ERROR(CheckSessionName(name));
+  const std::lock_guard lock(mutex_);
+  for (int attempt = 0; attempt < kLoadAttempts; ++attempt) {
+    const auto row = index_->FindSession(name);
+    if (!row) return Fail(row.error());
+    if (!*row)
+      return Fail(StatusCode::kNotFound,
+                  fmt::format("store {} has no session '{}': `kvcell sessions list` shows them", path_, name));
+    auto record = LoadHeld(**row);
+    // What was read belongs together only if nobody saved or removed the session meanwhile; held since, its cells stay.
+    const auto again = index_->FindSession(name);
+    if (again && *again && (*again)->id == (*row)->id && (*again)->revision == (*row)->revision) return record;
+    if (record) {
+      for (const auto& block : record->blocks) Release(block);
+    }
+    if (!again) return Fail(again.error());
+  }
+  return Fail(StatusCode::kBusy, fmt::format("session '{}' is being saved all the time: try again", name));
+}
+
+Result<SessionRecord> StoreImpl::LoadHeld(const SessionRow& row) {
+  SessionRecord record;
+  record.name = row.name;
+  record.model = row.model;
+  record.identity = row.identity;
+  record.last_used = row.last_used;
+  Transaction transaction(index_->database());
+  KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
+  KVCELL_FAIL_IF_ERROR(index_->ReadSessionData(row, &record));
+  auto blocks = index_->ReadSessionBlocks(row, record.tokens);
+  if (!blocks) return Fail(blocks.error());
+  const auto hold = [&](const BlockRecord& block) -> Status {
+    for (const auto& place : block.places) {
+      if (!place) continue;
+      const auto extent = ExtentOf(*place);
+      if (!extent) return extent.error();
+      const auto bytes = segments_->FileBytes(place->segment);
+      if (!bytes) return bytes.error();
+      if (*bytes < extent->range().end) {
+        return Status(StatusCode::kCorruption,
+                      fmt::format("{} has {} bytes, {} are needed", segments_->PathOf(place->segment), *bytes,
+                                  extent->range().end));
+      }
+    }
+    return HoldBlock(block);
+  };
+  for (size_t i = 0; i < blocks->size(); ++i) {
+    const auto& block = (*blocks)[i];
+    if (!block) {
+      record.damage = index_->BlockDamage(row, i);
+      break;
+    }
+    if (const Status status = hold(block->record); !status.ok()) {
+      record.damage = fmt::format("block {} of session '{}': {}", i, row.name, status.message());
+      break;
+    }
+    record.blocks.push_back(block->record);
+  }
+  return record;
+}
+
+Result<std::vector<SessionSummary>> StoreImpl::List() {
+  const std::lock_guard lock(mutex_);
+  Transaction transaction(index_->database());
+  KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
+  std::vector<std::string> damaged;  // Load and Verify say what is wrong with them
+  const auto rows = index_->ListSessions(&damaged);
+  if (!rows) return Fail(rows.error());
+  std::vector<SessionSummary> list;
+  for (const auto& row : *rows) {
+    const auto cells = index_->SessionCellBytes(row.id);
+    if (!cells) return Fail(cells.error());
+    list.push_back({row.name, row.model, row.n_tokens, *cells + row.data_bytes, row.last_used});
+  }
+  return list;
+}
+
+Status StoreImpl::Remove(const std::string& name, bool erase) {
+  KVCELL_RETURN_IF_ERROR(CheckSessionName(name));
+  if (options_.read_only) return ReadOnly(path_);
+  const auto session_lock = LockUnlessHeld(name);
+  if (!session_lock) return session_lock.error();
+  const std::lock_guard lock(mutex_);
+  Transaction transaction(index_->database());
+  KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
+  const auto id = index_->SessionId(name);
+  if (!id) return id.error();
+  if (!*id)
+    return Status(StatusCode::kNotFound,
+                  fmt::format("store {} has no session '{}': `kvcell sessions list` shows them", path_, name));
+  const auto links = index_->ReadLinks(**id);
+  if (!links) return links.error();
+  KVCELL_RETURN_IF_ERROR(index_->DeleteSession(**id));
+  std::vector<int64_t> blocks;
+  for (const auto& link : *links) blocks.push_back(link.block);
+  const auto emptied = index_->DeleteUnusedBlocks(blocks);
+  if (!emptied) return emptied.error();
+  for (const auto& key : *emptied) {
+    if (!erase) break;
+    const auto extent = index_->FindExtent(key);
+    if (!extent || !*extent) continue;
+    const auto used = index_->UsedBlocks(**extent);
+    if (!used) return used.error();
+    const auto free = segments_->CanFree(key, UnusedBlocks(**extent, *used));
+    if (!free) return free.error();
+    if (!*free) {
+      return Status(StatusCode::kBusy,
+                    fmt::format("cells of session '{}' are in use by a running process: end it, then erase", name));
+    }
+  }
+  KVCELL_RETURN_IF_ERROR(transaction.Commit());
+  for (const auto& key : *emptied) {
+    const auto freed = CollectExtent(key, erase);
+    if (erase && !freed) return freed.error();
+  }
+  return erase ? EraseIndexLog() : OkStatus();
+}
+
+// Deleted rows are zeroed as they go (secure_delete), but pages that were rebalanced may keep copies: the whole file is
+// written anew, and the log, which has older pages, cut to nothing.
+Status StoreImpl::EraseIndexLog() {
+  Database& database = index_->database();
+  KVCELL_RETURN_IF_ERROR(database.Run("VACUUM"));
+  const int code = sqlite3_wal_checkpoint_v2(database.handle(), nullptr, SQLITE_CHECKPOINT_TRUNCATE, nullptr, nullptr);
+  return code == SQLITE_OK ? OkStatus() : database.Failed(code);
+}
+
+Result<StoreStats> StoreImpl::Stats() {
+  const std::lock_guard lock(mutex_);
+  StoreStats stats;
+  Transaction transaction(index_->database());
+  KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
+  const auto sessions = index_->CountRows("SELECT count(*) FROM sessions");
+  const auto blocks = index_->CountRows("SELECT count(*) FROM blocks");
+  const auto keys = index_->ListExtentKeys();
+  if (!sessions || !blocks || !keys)
+    return Fail(!sessions ? sessions.error() : !blocks ? blocks.error() : keys.error());
+  stats.sessions = *sessions;
+  stats.blocks = *blocks;
+  for (const auto& key : *keys) {
+    const auto extent = index_->FindExtent(key);
+    if (!extent || !*extent) continue;  // damaged ones are for Verify to name
+    const auto used = index_->UsedBlocks(**extent);
+    if (!used) return Fail(used.error());
+    const auto n_used = std::ranges::count(*used, true);
+    for (const auto& layer : (*extent)->shape.layers) stats.cells += n_used * layer.n_cells;
+    stats.live_bytes += n_used * static_cast<int64_t>((*extent)->block_bytes());
+  }
+  constexpr int64_t kStatBlock = 512;  // what st_blocks counts in: space really taken, holes left out
+  const auto segments = segments_->List();
+  if (!segments) return Fail(segments.error());
+  for (const uint64_t segment : *segments) {
+    struct stat info = {};
+    if (calls_.StatAt(AT_FDCWD, segments_->PathOf(segment).c_str(), &info) == 0)
+      stats.segment_bytes += info.st_blocks * kStatBlock;
+  }
+  for (const char* name : {"store.db", "store.db-wal", "store.db-shm"}) {
+    struct stat info = {};
+    if (calls_.StatAt(directory_.fd(), name, &info) == 0) stats.index_bytes += info.st_size;
+  }
+  return stats;
+}
+
+}  // namespace kvcell

@@ -1,0 +1,106 @@
+// The store itself: the index, the segments and the locks put together. Private to this layer.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "store/index.h"
+#include "store/segments.h"
+#include "store/session_lock.h"
+#include "store/store.h"
+
+namespace kvcell {
+
+class StoreImpl final : public Store {
+ public:
+  static Result<std::unique_ptr<Store>> Open(const std::string& directory, const StoreOptions& options);
+  ~StoreImpl() override;
+
+  const std::string& directory() const override { return path_; }
+
+  Result<std::vector<BlockPlace>> AppendExtent(
+      const CellSetShape& shape, uint32_t n_blocks,
+      const std::function<const std::byte*(size_t layer_slot, uint32_t block, uint16_t head)>& cell) override;
+  void Release(const BlockRecord& block) override;
+  void ReportDamage(const BlockPlace& place) override;
+  Result<std::optional<BlockRecord>> FindBlock(const BlockKey& key,
+                                               std::span<const Token, kBlockTokens> tokens) override;
+  Status ReadCells(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint16_t head_begin,
+                   uint16_t n, std::byte* dst) override;
+  Status ReadRun(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks,
+                 std::byte* dst) override;
+  std::pair<std::string, uint64_t> Locate(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot,
+                                          uint16_t head) const override;
+  Result<uint64_t> NextGeneration() override;
+
+  Status Commit(SessionRecord* record, const CellSetShape shapes[2]) override;
+  Result<SessionRecord> Load(const std::string& name) override;
+  Result<std::vector<SessionSummary>> List() override;
+  Status Remove(const std::string& name, bool erase) override;
+  Result<std::unique_ptr<SessionLock>> LockSession(const std::string& name) override;
+
+  Status Export(const std::string& name, const std::string& path) override;
+  Result<std::string> Import(const std::string& path, const std::string& as) override;
+
+  Result<StoreStats> Stats() override;
+  Result<std::vector<DamagedCell>> Verify(const CellVerifier& verifier) override;
+
+ private:
+  // What a Commit has changed so far, taken over or undone as a whole.
+  struct Pending {
+    std::vector<BlockRow> rows;         // what `record`'s blocks become
+    std::vector<ExtentKey> registered;  // extents that the index names now
+    std::vector<BlockPlace> held;       // holds taken on stored places
+    std::vector<BlockPlace> given_up;   // places of `record` that another one replaces
+    std::vector<int64_t> old_blocks;    // of the session's older version, and damaged rows
+    std::vector<ExtentKey> emptied;
+  };
+
+  StoreImpl(std::string path, StoreOptions options, SystemCalls& calls)
+      : path_(std::move(path)), options_(options), calls_(calls) {}
+
+  Status OpenFiles();
+  Status Reclaim();
+  Status ReclaimSegment(const File& owned, uint64_t segment);
+  // Gives back the bytes of an extent's blocks that no row names; false where someone holds one of them.
+  Result<bool> CollectExtent(const ExtentKey& key, bool erase);
+  Status EraseIndexLog();
+
+  Result<std::unique_ptr<SessionLock>> LockUnlessHeld(const std::string& name);
+  Status CheckRecord(const SessionRecord& record) const;
+  Status CommitRows(SessionRecord* record, const CellSetShape shapes[2], uint64_t revision, Pending* pending);
+  Status CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], Pending* pending);
+  Status RegisterPlace(const BlockPlace& place, const CellSetShape& shape, Pending* pending);
+  // Sets (*stored)[i] to block's place where the stored one is missing or known to be damaged.
+  Status CompletePlaces(const BlockRecord& block, const CellSetShape shapes[2], BlockRow* stored, Pending* pending);
+  bool IsDamaged(const BlockPlace& place) const {
+    return damaged_.contains({place.segment, place.offset + place.index});
+  }
+
+  Result<SessionRecord> LoadHeld(const SessionRow& row);
+  // The extent of a place, checked against it; kCorruption where they don't fit.
+  Result<ExtentRow> ExtentOf(const BlockPlace& place);
+  Status HoldBlock(const BlockRecord& block);
+  Result<uint64_t> NextGenerationLocked();
+
+  const std::string path_;
+  const StoreOptions options_;
+  SystemCalls& calls_;
+  File directory_;
+
+  std::mutex mutex_;  // over the index and what follows; before the locks of segments_
+  std::unique_ptr<Index> index_;
+  std::unique_ptr<Segments> segments_;
+  std::unique_ptr<SessionLocks> locks_;
+  uint64_t next_generation_ = 0;
+  uint64_t end_generation_ = 0;
+  std::set<std::pair<uint64_t, uint64_t>> damaged_;  // segment and lock byte of blocks reported damaged
+};
+
+}  // namespace kvcell

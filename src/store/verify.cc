@@ -1,0 +1,121 @@
+// The offline check of a whole store: rows, headers and every cell, nothing changed.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <set>
+
+#include "store/store_impl.h"
+
+namespace kvcell {
+namespace {
+
+// Collects what is wrong and remembers which blocks were looked at.
+struct Findings {
+  std::vector<DamagedCell> damaged;
+  std::set<std::pair<uint64_t, uint64_t>> seen;  // segment, lock byte
+
+  void Row(const std::string& session, int64_t position, const std::string& path, std::string what) {
+    damaged.push_back({session, 0, 0, position, path, 0, std::move(what)});
+  }
+};
+
+}  // namespace
+
+// Reads all cells of one block of one shape, a layer at a time.
+static void VerifyBlock(Store& store, const CellVerifier& verifier, const CellSetShape& shape, const BlockRecord& block,
+                        const BlockPlace& place, const std::string& session, int64_t position, Findings* findings) {
+  std::vector<std::byte> run;
+  for (size_t slot = 0; slot < shape.layers.size(); ++slot) {
+    const auto& layer = shape.layers[slot];
+    run.resize(size_t{layer.n_cells} * layer.cell_bytes);
+    const Status read = store.ReadRun(shape, place, slot, 1, run.data());
+    for (uint16_t head = 0; head < layer.n_cells; ++head) {
+      const auto cell = std::span(run).subspan(size_t{head} * layer.cell_bytes, layer.cell_bytes);
+      const Status status = read.ok() ? verifier(cell, layer.layer, head, position, block.key) : read;
+      if (status.ok()) continue;
+      auto [path, offset] = store.Locate(shape, place, slot, head);
+      findings->damaged.push_back({session, layer.layer, head, position, std::move(path), offset, status.message()});
+    }
+  }
+}
+
+Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier) {
+  Findings findings;
+  std::vector<SessionRow> sessions;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto structure = index_->CheckStructure();
+    if (!structure) return Fail(structure.error());
+    for (const auto& line : *structure) findings.Row("", 0, index_->path(), line);
+    std::vector<std::string> damaged;
+    auto rows = index_->ListSessions(&damaged);
+    if (!rows) return Fail(rows.error());
+    sessions = std::move(*rows);
+    for (const auto& name : damaged) findings.Row(name, 0, index_->path(), "the session's row fails its checksum");
+  }
+  for (const auto& row : sessions) {
+    std::vector<std::optional<BlockRow>> blocks;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto again = index_->FindSession(row.name);
+      if (!again || !*again || (*again)->revision != row.revision) continue;  // saved or removed meanwhile
+      SessionRecord record;
+      if (const Status status = index_->ReadSessionData(row, &record); !status.ok()) {
+        findings.Row(row.name, 0, index_->path(), status.message());
+        continue;
+      }
+      auto read = index_->ReadSessionBlocks(row, record.tokens);
+      if (!read) return Fail(read.error());
+      blocks = std::move(*read);
+    }
+    for (size_t i = 0; i < blocks.size(); ++i) {
+      const auto position = static_cast<int64_t>(i) * kBlockTokens;
+      if (!blocks[i]) {
+        findings.Row(row.name, position, index_->path(), index_->BlockDamage(row, i));
+        continue;
+      }
+      const BlockRecord& block = blocks[i]->record;
+      for (const auto& place : block.places) {
+        if (!place || !findings.seen.insert({place->segment, place->offset + place->index}).second) continue;
+        const auto extent = [&] {
+          const std::lock_guard lock(mutex_);
+          return ExtentOf(*place);
+        }();
+        const auto held = extent ? segments_->Hold(*place) : Result<bool>(Fail(extent.error()));
+        if (!held) {
+          findings.Row(row.name, position, segments_->PathOf(place->segment), held.error().message());
+          continue;
+        }
+        if (!*held) continue;  // its session was removed meanwhile
+        VerifyBlock(*this, verifier, extent->shape, block, *place, row.name, position, &findings);
+        segments_->Release(*place);
+      }
+    }
+  }
+  const std::lock_guard lock(mutex_);
+  const auto keys = index_->ListExtentKeys();
+  if (!keys) return Fail(keys.error());
+  for (const auto& key : *keys) {
+    const std::string path = segments_->PathOf(key.segment);
+    const auto extent = index_->FindExtent(key);
+    if (!extent) {
+      findings.Row("", 0, index_->path(), extent.error().message());
+      continue;
+    }
+    if (!*extent) continue;
+    const ExtentRange range = (*extent)->range();
+    std::vector<std::byte> header(static_cast<size_t>(key.offset - range.begin));
+    const Status read = segments_->Read(key.segment, range.begin, header);
+    const auto parsed = read.ok() ? ParseExtentHeader(header, range.begin, path) : Result<ExtentHeader>(Fail(read));
+    std::string what;
+    if (!parsed) {
+      what = parsed.error().message();
+    } else if (parsed->n_blocks != (*extent)->n_blocks || !SameShape(parsed->shape, (*extent)->shape)) {
+      what = "the extent's header and its row in the index differ";
+    }
+    if (!what.empty()) findings.damaged.push_back({"", 0, 0, 0, path, range.begin, std::move(what)});
+  }
+  return std::move(findings.damaged);
+}
+
+}  // namespace kvcell
