@@ -63,13 +63,22 @@ float RoundGroup(const float* q, int n, float top, Int* out) {
   return largest / top;
 }
 
+// Writes each four bytes of x [n] `copies` times over.
+void Repeat(const int8_t* x, int n, int copies, int8_t* out) {
+  for (int i = 0; i < n; i += 4) {
+    for (int c = 0; c < copies; ++c, out += 4) std::memcpy(out, x + i, 4);
+  }
+}
+
 // Work space of one Attend call: big enough for every shape, so nothing is allocated on the way.
 struct Scratch {
   alignas(64) float k_scale[kMaxGroups * kBlockTokens];
   alignas(64) float v_scale[kMaxGroups * kBlockTokens];
   alignas(64) float scores[kMaxRows * kBlockTokens];
-  alignas(64) int16_t w[kMaxRows * kMaxGroups * kBlockTokens];  // uint8 for int4 codes
+  alignas(64) int8_t w8[kMaxRows * kMaxGroups * kWeightStride];
+  alignas(64) int16_t w16[kMaxRows * kMaxGroups * kBlockTokens];
   float w_scale[kMaxRows * kMaxGroups];
+  int32_t w_start[kMaxRows * kMaxGroups];
   float bias[kMaxRows];
 };
 
@@ -82,6 +91,16 @@ struct Plane {
 };
 
 }  // namespace
+
+Levels attention_internal::MakeLevels(SideSpec::Levels levels) {
+  const auto& table = LevelTable(levels);
+  const auto [lowest, highest] = std::minmax_element(table.begin(), table.end());
+  Levels out;
+  out.bias = -*lowest;
+  for (size_t i = 0; i < table.size(); ++i) out.biased[i] = static_cast<uint8_t>(table[i] + out.bias);
+  out.top = std::min(127, 32767 / (8 * (*highest + out.bias)));
+  return out;
+}
 
 void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
   head_ = &head;
@@ -100,10 +119,10 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
     Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
   }
   if (code == kCodeInt8) Grow(&int16_, n_rows * stride);
-  if (code == kCodeInt4) Grow(&int8_, n_rows * stride);
+  if (code == kCodeInt4) Grow(&int8_, n_rows * stride * static_cast<size_t>(kernels_->copies));
 
-  const auto& levels = LevelTable(k.spec.levels);
-  for (size_t i = 0; i < levels.size(); ++i) k_levels_[i] = static_cast<uint8_t>(levels[i] + kLevelBias);
+  const Levels levels = MakeLevels(k.spec.levels);
+  int8_t rounded[kMaxHeadDim];
 
   first_begin_ = std::numeric_limits<int64_t>::max();
   last_end_ = std::numeric_limits<int64_t>::min();
@@ -126,11 +145,12 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
       if (code == kCodeInt8) {
         scale_[at] = RoundGroup(coded + begin, n, 32767.0f, int16_.data() + r * stride + begin);
       } else {
-        int8_t* out = int8_.data() + r * stride + begin;
-        scale_[at] = RoundGroup(coded + begin, n, 127.0f, out);
+        scale_[at] = RoundGroup(coded + begin, n, static_cast<float>(levels.top), rounded);
         int32_t sum = 0;
-        for (int i = 0; i < n; ++i) sum += out[i];
-        start_[at] = -kLevelBias * sum;
+        for (int i = 0; i < n; ++i) sum += rounded[i];
+        start_[at] = -levels.bias * sum;
+        const auto copies = static_cast<size_t>(kernels_->copies);
+        Repeat(rounded, n, kernels_->copies, int8_.data() + (r * stride + static_cast<size_t>(begin)) * copies);
       }
     }
   }
@@ -162,6 +182,13 @@ Visible VisibleTokens(const CellRef& cell, const QueryRows& rows, int r) {
   return {clamp(rows.begin[r]), clamp(rows.end[r])};
 }
 
+// Fetches what the kernels' own prefetching leaves out: header, scales and offsets.
+void PrefetchMetadata(const CellLayout& layout, const std::byte* cell) {
+  __builtin_prefetch(cell);
+  for (uint32_t at = layout.k.scales; at < layout.k.end; at += 64) __builtin_prefetch(cell + at);
+  for (uint32_t at = layout.v.scales; at < layout.v.end; at += 64) __builtin_prefetch(cell + at);
+}
+
 }  // namespace
 
 void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state,
@@ -172,6 +199,7 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
   const QueryRows& rows = queries.rows_;
   const CellLayout& coded = head.coded;
   const auto n_rows = static_cast<size_t>(rows.n_rows);
+  const Levels k_levels = MakeLevels(coded.k.spec.levels), v_levels = MakeLevels(coded.v.spec.levels);
   if (weights != nullptr) std::fill_n(weights, cells.size() * n_rows, CellWeight{kNone, 0.0f});
 
   for (size_t i = 0; i < cells.size(); ++i) {
@@ -195,6 +223,8 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
     const std::byte* next_bytes = same_layout ? next->bytes : cell.bytes;
     k.prefetch = next_bytes + (k.codes - cell.bytes);
     v.prefetch = next_bytes + (v.codes - cell.bytes);
+
+    if (is_coded) PrefetchMetadata(coded, next_bytes);
 
     bool scales_ready = false;
     for (int r0 = 0; r0 < rows.n_rows;) {
@@ -238,11 +268,16 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       if (k.code == kCodeF16) {
         score.q = queries.exact_.data() + q_at;
       } else {
-        score.q = k.code == kCodeInt4 ? static_cast<const void*>(queries.int8_.data() + q_at) : queries.int16_.data() + q_at;
+        if (k.code == kCodeInt4) {
+          score.q = queries.int8_.data() + q_at * static_cast<size_t>(kernels.copies);
+          score.q_stride = queries.stride_ * kernels.copies;
+        } else {
+          score.q = queries.int16_.data() + q_at;
+        }
         score.group = k.side->n_groups == 1 ? kMaxHeadDim : k.side->spec.group;
         score.n_groups = k.side->n_groups;
         score.k_scale = scratch.k_scale;
-        score.levels = queries.k_levels_.data();
+        score.levels = k_levels.biased.data();
         score.scale_stride = queries.scale_stride_;
         score.q_scale = queries.scale_.data() + row * static_cast<size_t>(queries.scale_stride_);
         score.q_start = queries.start_.data() + row * static_cast<size_t>(queries.scale_stride_);
@@ -268,9 +303,10 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       if (v.code != kCodeF16) {
         value.group = v.side->n_groups == 1 ? kMaxHeadDim : v.side->spec.group;
         value.n_groups = v.side->n_groups;
-        value.levels = LevelTable(v.side->spec.levels).data();
-        value.w = scratch.w;
+        value.levels = v_levels.biased.data();
+        value.w = v.code == kCodeInt4 ? static_cast<const void*>(scratch.w8) : scratch.w16;
         value.w_scale = scratch.w_scale;
+        value.w_start = scratch.w_start;
       }
       for (int b = 0; b < n; ++b) {
         const size_t r = row + static_cast<size_t>(b);
@@ -299,13 +335,13 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
         }
         state->sum_[r] += softmax.sum;
         if (weights != nullptr) weights[i * n_rows + r] = {softmax.max, softmax.sum};
-        const ptrdiff_t w_at = static_cast<ptrdiff_t>(b) * value.n_groups * kBlockTokens;
-        float* w_scale = scratch.w_scale + b * value.n_groups;
+        const int group = b * value.n_groups;
         if (v.code == kCodeInt4) {
-          kernels.weights8(softmax.scores, scratch.v_scale, value.n_groups, reinterpret_cast<uint8_t*>(scratch.w) + w_at,
-                           w_scale);
+          kernels.weights8(softmax.scores, scratch.v_scale, value.n_groups, v_levels, scratch.w8 + group * kWeightStride,
+                           scratch.w_scale + group, scratch.w_start + group);
         } else if (v.code == kCodeInt8) {
-          kernels.weights16(softmax.scores, scratch.v_scale, value.n_groups, scratch.w + w_at, w_scale);
+          kernels.weights16(softmax.scores, scratch.v_scale, value.n_groups, scratch.w16 + group * kBlockTokens,
+                            scratch.w_scale + group);
         }
       }
       kernels.value[v.code][static_cast<size_t>(n - 1)](value);

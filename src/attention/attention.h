@@ -5,7 +5,6 @@
 // Online softmax as in FlashAttention (arXiv 2205.14135), split over tokens and merged as in Flash-Decoding.
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -67,11 +66,10 @@ class PreparedQueries {
   int32_t scale_stride_ = 0;
   int64_t first_begin_ = 0;        // the union of what the rows see
   int64_t last_end_ = 0;
-  std::array<uint8_t, kLevelCount> k_levels_{};  // of int4 K, biased to be unsigned
   std::vector<float> exact_;       // [n_rows][stride] plain, score scale folded in: for exact cells
   std::vector<float> coded_;       // [n_rows][stride] rotated, score scale folded in: for offsets and f16 codes
   std::vector<int16_t> int16_;     // [n_rows][stride] rounded per group: for int8 codes
-  std::vector<int8_t> int8_;       // [n_rows][stride] rounded per group: for int4 codes
+  std::vector<int8_t> int8_;       // [n_rows][stride * copies] rounded per group: for int4 codes
   std::vector<float> scale_;       // [n_rows][n_groups] of the rounded forms
   std::vector<int32_t> start_;     // [n_rows][n_groups] what a group's integer sum starts from (level bias taken off)
 };

@@ -16,11 +16,14 @@ namespace kvcell::attention_internal {
 
 inline constexpr int kMaxRows = 4;
 inline constexpr int kMaxGroups = kMaxHeadDim / 32;  // of one token along the head
-inline constexpr int kLevelBias = kMaxLevel + 1;     // makes int4 levels of K unsigned
+inline constexpr int kWeightStride = kBlockTokens * 8;  // bytes of one row's weights of one group, copies included
 
 enum Code : size_t { kCodeF16 = 0, kCodeInt8 = 1, kCodeInt4 = 2 };
 
 // Scores of the cell's tokens for a block of rows: scores[r][t] = bias[r] + q[r] . k[t].
+//
+// int4 codes: levels are made unsigned (level + bias) and multiplied as u8 * s8 with q; `q_start` takes the bias off again.
+// int8 codes are widened and multiplied with a 16-bit q: exact to the codes' own precision.
 struct ScoreArgs {
   const std::byte* codes = nullptr;     // f16: [dim][n_tokens]; int8, int4: tiles as docs/format.md lays them
   const std::byte* prefetch = nullptr;  // the same plane of the next cell (or this one)
@@ -31,11 +34,11 @@ struct ScoreArgs {
   int group = 0;                        // dims per scale
   int n_groups = 0;
   const float* k_scale = nullptr;       // [n_groups][64]
-  const uint8_t* levels = nullptr;      // int4: [16], biased by kLevelBias
-  const void* q = nullptr;              // [rows][q_stride]: f16: float; int8: int16; int4: int8
-  int q_stride = 0;
+  const uint8_t* levels = nullptr;      // int4: [16], biased
+  const void* q = nullptr;              // [rows][q_stride]: f16: float; int8: int16; int4: int8 as KernelSet::copies says
+  int q_stride = 0;                     // in elements, copies included
   const float* q_scale = nullptr;       // [rows][scale_stride]
-  const int32_t* q_start = nullptr;     // [rows][scale_stride] int4: -kLevelBias * sum of the group's q
+  const int32_t* q_start = nullptr;     // [rows][scale_stride] int4: -bias * sum of the group's q
   int scale_stride = 0;
   const float* bias = nullptr;          // [rows]
   float* scores = nullptr;              // [rows][64]
@@ -49,9 +52,11 @@ struct ValueArgs {
   int begin = 0, end = 0;               // f16: tokens that may have weight
   int group = 0;
   int n_groups = 0;
-  const int8_t* levels = nullptr;       // int4: [16]
-  const void* w = nullptr;              // f16: float [rows][64]; int8: int16 [rows][n_groups][64]; int4: uint8 likewise
+  const uint8_t* levels = nullptr;      // int4: [16], biased
+  const void* w = nullptr;              // f16: float [rows][64]; int8: int16 [rows][n_groups][64]; int4: int8
+                                        // [rows][n_groups][64 * copies]
   const float* w_scale = nullptr;       // [rows][n_groups]
+  const int32_t* w_start = nullptr;     // [rows][n_groups] int4: -bias * sum of the group's w
   float* acc = nullptr;                 // [rows][acc_stride]
   int acc_stride = 0;
 };
@@ -68,9 +73,20 @@ struct SoftmaxArgs {
   bool has_slope = false;
 };
 
+// A level table as the integer kernels use it.
+struct Levels {
+  std::array<uint8_t, kLevelCount> biased{};  // level + bias, the smallest being 0
+  int32_t bias = 0;
+  int32_t top = 0;  // largest |q| or w: eight products of the largest level with it fit into 16 bits
+};
+Levels MakeLevels(SideSpec::Levels levels);
+
 struct KernelSet {
   std::string_view name;
   bool (*available)();
+  // How often each group of four int8 values of q and of the weights is repeated, so that a kernel without cheap broadcasts
+  // reads a whole register.
+  int copies;
   // f16 [n_groups][64 / rows_per_scale] to [n_groups][64], zero outside [begin, end).
   void (*expand_scales)(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out);
   // bias[r] = scale * (q[r] . offset), both [dim_padded], offset int8.
@@ -81,8 +97,9 @@ struct KernelSet {
   std::array<std::array<ScoreFn, kMaxRows>, 3> score;  // [Code][rows - 1]
   std::array<std::array<ValueFn, kMaxRows>, 3> value;
   void (*softmax)(SoftmaxArgs*);
-  // w[g][t] = round(p[t] * v_scale[g][t] / w_scale[g]), w_scale chosen so that the largest is 255 (32767 for int16).
-  void (*weights8)(const float* p, const float* v_scale, int n_groups, uint8_t* w, float* w_scale);
+  // w[g][t] = round(p[t] * v_scale[g][t] / w_scale[g]), w_scale chosen so that the largest is levels.top (32767 for int16).
+  void (*weights8)(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
+                   int32_t* w_start);
   void (*weights16)(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale);
   // x[0, n) *= factor, n a multiple of 16.
   void (*scale)(float* x, int n, float factor);

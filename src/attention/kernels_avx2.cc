@@ -119,82 +119,95 @@ KVCELL_INLINE void Decode4(const std::byte* p, __m256i table, __m256i* lo, __m25
   *hi = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble));
 }
 
+constexpr int kCopies = 8;  // of each four bytes of q or weights: 32 bytes, the multiplication's memory operand
+
+// acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk. Eight products are
+// added in 16 bits, which Levels::top makes room for.
+template <int R, bool kPrefetch>
+KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m256i table, const int8_t* x,
+                           ptrdiff_t x_stride, __m256i acc[R]) {
+  const __m256i ones = _mm256_set1_epi16(1);
+  for (int c = 0; c < n_chunks; c += 2) {
+    __m256i a, b, d, e;
+    Decode4(codes + c * 64, table, &a, &b);
+    Decode4(codes + c * 64 + 64, table, &d, &e);
+    if (kPrefetch) {
+      Prefetch(prefetch + c * 64);
+      Prefetch(prefetch + c * 64 + 64);
+    }
+    const int8_t* xc = x + c * 8 * kCopies;
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r, xc += x_stride) {
+      const __m256i low = _mm256_add_epi16(_mm256_maddubs_epi16(a, Load(xc)), _mm256_maddubs_epi16(b, Load(xc + 32)));
+      const __m256i high = _mm256_add_epi16(_mm256_maddubs_epi16(d, Load(xc + 64)), _mm256_maddubs_epi16(e, Load(xc + 96)));
+      acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(_mm256_add_epi16(low, high), ones));
+    }
+  }
+}
+
+template <int R, bool kPrefetch>
+KVCELL_INLINE void ScoreInt4HalfTile(const ScoreArgs& a, int t, __m256i table) {
+  const int n_chunks = a.dim_padded / 8;
+  const int group_chunks = a.group / 8;
+  const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks * 64;
+  const std::byte* codes = a.codes + tile + (kPrefetch ? 0 : 32);
+  const std::byte* prefetch = a.prefetch + tile;
+  const int8_t* q = static_cast<const int8_t*>(a.q);
+  __m256 s[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) s[r] = _mm256_set1_ps(a.bias[r]);
+  for (int g = 0; g < a.n_groups; ++g) {
+    const int c = g * group_chunks;
+    const int n = n_chunks - c < group_chunks ? n_chunks - c : group_chunks;
+    __m256i acc[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.q_start[r * a.scale_stride + g]);
+    DotInt4<R, kPrefetch>(codes + c * 64, prefetch + c * 64, n, table, q + c * 8 * kCopies, a.q_stride, acc);
+    const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256 row_scale = _mm256_mul_ps(scale, _mm256_set1_ps(a.q_scale[r * a.scale_stride + g]));
+      s[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), row_scale, s[r]);
+    }
+  }
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) _mm256_storeu_ps(a.scores + r * kBlockTokens + t, s[r]);
+}
+
 template <int R>
 void ScoreInt4(const ScoreArgs& a) {
   const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
-  const __m256i ones = _mm256_set1_epi16(1);
-  const int n_chunks = a.dim_padded / 8;
-  const int group_chunks = a.group / 8;
-  const int8_t* q = static_cast<const int8_t*>(a.q);
-  for (int t = 0; t < kBlockTokens; t += 8) {
-    const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks * 64 + (t & 8) * 4;
-    const std::byte* codes = a.codes + tile;
-    const std::byte* prefetch = a.prefetch + tile;
-    __m256 s[R];
+  for (int t = 0; t < kBlockTokens; t += 16) {
+    ScoreInt4HalfTile<R, true>(a, t, table);
+    ScoreInt4HalfTile<R, false>(a, t + 8, table);
+  }
+}
+
+template <int R, bool kPrefetch>
+KVCELL_INLINE void ValueInt4HalfTile(const ValueArgs& a, int d, __m256i table) {
+  constexpr int kChunks = kBlockTokens / 8;
+  const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * kChunks * 64;
+  const int g = d / a.group;
+  const int8_t* w = static_cast<const int8_t*>(a.w) + g * kWeightStride;
+  __m256i acc[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) s[r] = _mm256_set1_ps(a.bias[r]);
-    for (int g = 0, c = 0; g < a.n_groups; ++g) {
-      const int c_end = c + group_chunks < n_chunks ? c + group_chunks : n_chunks;
-      __m256i acc[R];
+  for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.w_start[r * a.n_groups + g]);
+  DotInt4<R, kPrefetch>(a.codes + tile + (kPrefetch ? 0 : 32), a.prefetch + tile, kChunks, table, w,
+                        static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.q_start[r * a.scale_stride + g]);
-      for (; c < c_end; ++c) {
-        __m256i lo, hi;
-        Decode4(codes + c * 64, table, &lo, &hi);
-        Prefetch(prefetch + c * 64);
-#pragma GCC unroll 4
-        for (int r = 0; r < R; ++r) {
-          const int8_t* qc = q + r * a.q_stride + c * 8;
-          const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(lo, Broadcast4(qc)),
-                                               _mm256_maddubs_epi16(hi, Broadcast4(qc + 4)));
-          acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(sum, ones));
-        }
-      }
-      const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const __m256 row_scale = _mm256_mul_ps(scale, _mm256_set1_ps(a.q_scale[r * a.scale_stride + g]));
-        s[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), row_scale, s[r]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) _mm256_storeu_ps(a.scores + r * kBlockTokens + t, s[r]);
+  for (int r = 0; r < R; ++r) {
+    float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
+    const __m256 scale = _mm256_set1_ps(a.w_scale[r * a.n_groups + g]);
+    _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), scale, _mm256_loadu_ps(out)));
   }
 }
 
 template <int R>
 void ValueInt4(const ValueArgs& a) {
   const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
-  const __m256i ones = _mm256_set1_epi16(1);
-  const uint8_t* w = static_cast<const uint8_t*>(a.w);
-  const int w_stride = a.n_groups * kBlockTokens;
-  for (int d = 0; d < a.dim_padded; d += 8) {
-    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * (kBlockTokens / 8) * 64 + (d & 8) * 4;
-    const std::byte* codes = a.codes + tile;
-    const std::byte* prefetch = a.prefetch + tile;
-    const int g = d / a.group;
-    const uint8_t* wg = w + g * kBlockTokens;
-    __m256i acc[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) acc[r] = _mm256_setzero_si256();
-    for (int c = 0; c < kBlockTokens / 8; ++c) {
-      __m256i lo, hi;
-      Decode4(codes + c * 64, table, &lo, &hi);
-      Prefetch(prefetch + c * 64);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const uint8_t* wc = wg + r * w_stride + c * 8;
-        const __m256i sum = _mm256_add_epi16(_mm256_maddubs_epi16(Broadcast4(wc), lo),
-                                             _mm256_maddubs_epi16(Broadcast4(wc + 4), hi));
-        acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(sum, ones));
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-      const __m256 scale = _mm256_set1_ps(a.w_scale[r * a.n_groups + g]);
-      _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), scale, _mm256_loadu_ps(out)));
-    }
+  for (int d = 0; d < a.dim_padded; d += 16) {
+    ValueInt4HalfTile<R, true>(a, d, table);
+    ValueInt4HalfTile<R, false>(a, d + 8, table);
   }
 }
 
@@ -391,17 +404,33 @@ KVCELL_INLINE __m256i RoundPair(__m256 x, __m256 y, __m256 inverse) {
   return _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(x, inverse)), _mm256_cvtps_epi32(_mm256_mul_ps(y, inverse)));
 }
 
-void Weights8(const float* p, const float* v_scale, int n_groups, uint8_t* w, float* w_scale) {
+KVCELL_INLINE int32_t Sum(__m256i x) {
+  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xB1)));
+}
+
+void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
+              int32_t* w_start) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  for (int g = 0; g < n_groups; ++g) {
+  const __m256i ones8 = _mm256_set1_epi8(1), ones16 = _mm256_set1_epi16(1);
+  const float top = static_cast<float>(levels.top);
+  for (int g = 0; g < n_groups; ++g, w += kWeightStride) {
     __m256 x[8];
-    const __m256 inverse = _mm256_set1_ps(ScaledWeights(p, v_scale + g * kBlockTokens, 255.0f, x, w_scale + g));
+    const __m256 inverse = _mm256_set1_ps(ScaledWeights(p, v_scale + g * kBlockTokens, top, x, w_scale + g));
+    alignas(32) int8_t packed[kBlockTokens];
+    __m256i sum = _mm256_setzero_si256();
 #pragma GCC unroll 2
     for (int h = 0; h < 2; ++h) {
-      const __m256i bytes = _mm256_packus_epi16(RoundPair(x[4 * h], x[4 * h + 1], inverse),
-                                                RoundPair(x[4 * h + 2], x[4 * h + 3], inverse));
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(w + g * kBlockTokens + 32 * h),
-                          _mm256_permutevar8x32_epi32(bytes, order));
+      __m256i bytes = _mm256_packs_epi16(RoundPair(x[4 * h], x[4 * h + 1], inverse),
+                                         RoundPair(x[4 * h + 2], x[4 * h + 3], inverse));
+      sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(ones8, bytes));
+      _mm256_store_si256(reinterpret_cast<__m256i*>(packed + 32 * h), _mm256_permutevar8x32_epi32(bytes, order));
+    }
+    w_start[g] = -levels.bias * Sum(_mm256_madd_epi16(sum, ones16));
+#pragma GCC unroll 16
+    for (int i = 0; i < kBlockTokens / 4; ++i) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(w + i * 4 * kCopies), Broadcast4(packed + i * 4));
     }
   }
 }
@@ -444,6 +473,7 @@ const KernelSet& Avx2Kernels() {
   static const KernelSet kernels = {
       .name = "avx2",
       .available = Avx2Available,
+      .copies = kCopies,
       .expand_scales = ExpandScales,
       .offset_bias = OffsetBias,
       .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},

@@ -59,7 +59,6 @@ int Nibble(const std::byte* line, int lane, int place) {
   return place < 4 ? byte & 15 : byte >> 4;
 }
 
-// Integer sums run over one group of q; `Dot` gives a token's or dim's product with one line of codes.
 template <int R>
 void ScoreInt4(const ScoreArgs& a) {
   const int8_t* q = static_cast<const int8_t*>(a.q);
@@ -120,14 +119,15 @@ void ScoreF16(const ScoreArgs& a) {
 
 template <int R>
 void ValueInt4(const ValueArgs& a) {
-  const uint8_t* w = static_cast<const uint8_t*>(a.w);
+  const int8_t* w = static_cast<const int8_t*>(a.w);
   for (int d = 0; d < a.dim_padded; ++d) {
     const int g = d / a.group;
-    int32_t acc[R] = {};
+    int32_t acc[R];
+    for (int r = 0; r < R; ++r) acc[r] = a.w_start[r * a.n_groups + g];
     for (int t = 0; t < kBlockTokens; ++t) {
       const std::byte* line = a.codes + (d / 16 * (kBlockTokens / 8) + t / 8) * 64;
       const int level = a.levels[Nibble(line, d % 16, t % 8)];
-      for (int r = 0; r < R; ++r) acc[r] += level * w[(r * a.n_groups + g) * kBlockTokens + t];
+      for (int r = 0; r < R; ++r) acc[r] += level * w[(r * a.n_groups + g) * kWeightStride + t];
     }
     for (int r = 0; r < R; ++r) {
       a.acc[r * a.acc_stride + d] += static_cast<float>(acc[r]) * a.w_scale[r * a.n_groups + g];
@@ -180,19 +180,39 @@ void Softmax(SoftmaxArgs* a) {
   }
 }
 
+// The factor that takes the largest product p * v_scale of a group to `top`, 0 where they are too small to count.
+float InverseScale(const float* p, const float* v_scale, float top, float* w_scale) {
+  float largest = 0.0f;
+  for (int t = 0; t < kBlockTokens; ++t) largest = std::max(largest, p[t] * v_scale[t]);
+  const bool counts = largest > kMinWeight;
+  *w_scale = counts ? largest / top : 0.0f;
+  return counts ? top / largest : 0.0f;
+}
+
+// A NaN becomes 0 here: the sum of weights tells it.
 template <typename Weight>
-void Weights(const float* p, const float* v_scale, int n_groups, Weight* w, float* w_scale) {
-  constexpr float kTop = std::numeric_limits<Weight>::max();
-  for (int g = 0; g < n_groups; ++g, w += kBlockTokens, v_scale += kBlockTokens) {
-    float largest = 0.0f;
-    for (int t = 0; t < kBlockTokens; ++t) largest = std::max(largest, p[t] * v_scale[t]);
-    const bool counts = largest > kMinWeight;
-    w_scale[g] = counts ? largest / kTop : 0.0f;
-    const float inverse = counts ? kTop / largest : 0.0f;
+Weight RoundWeight(float x) {
+  constexpr float kMost = std::numeric_limits<Weight>::max();
+  return x > 0.0f ? static_cast<Weight>(std::nearbyint(std::min(x, kMost))) : Weight{0};
+}
+
+void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
+              int32_t* w_start) {
+  for (int g = 0; g < n_groups; ++g, w += kWeightStride, v_scale += kBlockTokens) {
+    const float inverse = InverseScale(p, v_scale, static_cast<float>(levels.top), w_scale + g);
+    int32_t sum = 0;
     for (int t = 0; t < kBlockTokens; ++t) {
-      const float x = std::nearbyint(p[t] * v_scale[t] * inverse);
-      w[t] = x >= 0.0f && x <= kTop ? static_cast<Weight>(x) : Weight{0};  // a NaN is told by the sum of weights
+      w[t] = RoundWeight<int8_t>(p[t] * v_scale[t] * inverse);
+      sum += w[t];
     }
+    w_start[g] = -levels.bias * sum;
+  }
+}
+
+void Weights16(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale) {
+  for (int g = 0; g < n_groups; ++g, w += kBlockTokens, v_scale += kBlockTokens) {
+    const float inverse = InverseScale(p, v_scale, 32767.0f, w_scale + g);
+    for (int t = 0; t < kBlockTokens; ++t) w[t] = RoundWeight<int16_t>(p[t] * v_scale[t] * inverse);
   }
 }
 
@@ -208,6 +228,7 @@ const KernelSet& ScalarKernels() {
   static const KernelSet kernels = {
       .name = "scalar",
       .available = Available,
+      .copies = 1,
       .expand_scales = ExpandScales,
       .offset_bias = OffsetBias,
       .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
@@ -217,8 +238,8 @@ const KernelSet& ScalarKernels() {
                  {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
                  {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
       .softmax = Softmax,
-      .weights8 = Weights<uint8_t>,
-      .weights16 = Weights<int16_t>,
+      .weights8 = Weights8,
+      .weights16 = Weights16,
       .scale = Scale,
   };
   return kernels;
