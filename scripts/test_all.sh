@@ -24,7 +24,7 @@ part_crash() {
 }
 part_fuzz() {
   local target corpus status=0
-  scripts/build.sh fuzz
+  scripts/build.sh fuzz || return 1
   for target in build/fuzz/fuzz/*_fuzz; do
     [ -x "$target" ] || { say "no fuzz targets were built"; return 1; }
     corpus="build/fuzz/corpus/$(basename "$target")"
@@ -40,8 +40,7 @@ part_lint() { scripts/lint.sh; }
 failed=()
 for part in "${parts[@]}"; do
   say "== $part"
-  # A part runs in a shell of its own, so that `set -e` ends it without ending the others.
-  (set -e; "part_$part") || failed+=("$part")
+  "part_$part" || failed+=("$part")
 done
 if [ ${#failed[@]} -gt 0 ]; then
   die "failed: ${failed[*]}"

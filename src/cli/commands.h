@@ -1,0 +1,30 @@
+// The commands of the program, one file each. Every one prints its own results and errors and returns the exit code.
+#pragma once
+
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "cli/options.h"
+
+namespace kvcell::cli {
+
+int RunCommand(const Options& options, bool sampler_given);
+int ChatCommand(const Options& options, bool sampler_given);
+
+int SessionsListCommand(const Options& options);
+int SessionsShowCommand(const Options& options, const std::string& name);
+int SessionsRemoveCommand(const Options& options, const std::vector<std::string>& names, bool erase);
+int SessionsExportCommand(const Options& options, const std::string& name, const std::string& path);
+int SessionsImportCommand(const Options& options, const std::string& path, const std::string& as);
+
+int PlanCommand(const Options& options);
+int InspectCommand(const Options& options);
+int InfoCommand(const Options& options, bool codecs);
+int ConfigShowCommand(const Options& options, std::span<const OptionOrigin> origins);
+
+int StoreStatsCommand(const Options& options);
+int StoreVerifyCommand(const Options& options);
+
+}  // namespace kvcell::cli

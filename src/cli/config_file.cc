@@ -1,0 +1,68 @@
+#include "cli/config_file.h"
+
+#include <fmt/format.h>
+#include <yaml-cpp/yaml.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <sstream>
+#include <utility>
+
+namespace kvcell::cli {
+namespace {
+
+Result<std::string> ScalarText(const std::string& path, const std::string& name, const YAML::Node& node) {
+  if (node.IsScalar()) return node.Scalar();
+  const int line = node.Mark().line + 1;
+  if (!node.IsSequence()) {
+    return Fail(StatusCode::kInvalidArgument, fmt::format("{}:{}: {} must have a value or a list of values", path, line, name));
+  }
+  std::string joined;
+  for (const YAML::Node& item : node) {
+    if (!item.IsScalar()) {
+      return Fail(StatusCode::kInvalidArgument, fmt::format("{}:{}: {} holds something that is no value", path, line, name));
+    }
+    if (!joined.empty()) joined += ',';
+    joined += item.Scalar();
+  }
+  return joined;
+}
+
+}  // namespace
+
+Result<std::vector<ConfigEntry>> ReadConfigFile(const std::string& path) {
+  std::ifstream file(path, std::ios::binary);
+  std::stringstream text;
+  if (!file || !(text << file.rdbuf())) {
+    return Fail(errno == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
+                fmt::format("{}: the configuration file can't be read: {}", path, std::strerror(errno)));
+  }
+  std::vector<ConfigEntry> entries;
+  try {
+    const YAML::Node root = YAML::Load(text.str());
+    if (root.IsNull()) return entries;
+    if (!root.IsMap()) {
+      return Fail(StatusCode::kInvalidArgument, fmt::format("{}:1: expected lines such as `ram-budget: 1GiB`", path));
+    }
+    for (const auto& pair : root) {
+      ConfigEntry entry;
+      entry.line = pair.first.Mark().line + 1;
+      if (!pair.first.IsScalar()) {
+        return Fail(StatusCode::kInvalidArgument, fmt::format("{}:{}: an option's name was expected", path, entry.line));
+      }
+      entry.name = pair.first.Scalar();
+      std::replace(entry.name.begin(), entry.name.end(), '_', '-');
+      Result<std::string> value = ScalarText(path, entry.name, pair.second);
+      if (!value) return Fail(value.error());
+      entry.value = *std::move(value);
+      entries.push_back(std::move(entry));
+    }
+  } catch (const YAML::Exception& error) {
+    return Fail(StatusCode::kInvalidArgument, fmt::format("{}:{}: {}", path, error.mark.line + 1, error.msg));
+  }
+  return entries;
+}
+
+}  // namespace kvcell::cli

@@ -1,0 +1,249 @@
+#include "cli/conversation.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <nlohmann/json.hpp>
+#include <utility>
+
+#include "cli/units.h"
+#include "cli/utf8.h"
+
+namespace kvcell::cli {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+double MillisecondsSince(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+
+template <typename T>
+void ReadField(const nlohmann::json& object, const char* name, T* value) {
+  const auto field = object.find(name);
+  if (field != object.end() && (field->is_number() || field->is_boolean())) *value = field->get<T>();
+}
+
+}  // namespace
+
+ConversationSettings SettingsFrom(const Options& options, bool sampler_given) {
+  return {.session = options.session,
+          .sampler = {.temperature = static_cast<float>(options.temp),
+                      .top_k = options.top_k,
+                      .top_p = static_cast<float>(options.top_p),
+                      .min_p = static_cast<float>(options.min_p),
+                      .seed = options.seed},
+          .sampler_given = sampler_given,
+          .raw = options.raw};
+}
+
+Result<std::unique_ptr<Conversation>> Conversation::Open(Engine* engine, const ConversationSettings& settings) {
+  std::unique_ptr<Conversation> conversation(new Conversation(engine, settings));
+  conversation->turn_start_ = Clock::now();
+  if (!settings.session.empty()) {
+    Result<OpenedSession> opened = engine->cache->OpenSession(settings.session);
+    if (opened) {
+      KVCELL_FAIL_IF_ERROR(conversation->Resume(*std::move(opened), settings.sampler_given));
+      return conversation;
+    }
+    if (opened.error().code() != StatusCode::kNotFound) return Fail(opened.error());
+  }
+  const Result<SequenceId> sequence = engine->cache->Create();
+  if (!sequence) return Fail(sequence.error());
+  conversation->sequence_ = *sequence;
+  return conversation;
+}
+
+Status Conversation::Resume(OpenedSession opened, bool sampler_given) {
+  resumed_ = true;
+  sequence_ = opened.sequence;
+  ReadExtras(opened.extras, sampler_given);
+  const auto stored = static_cast<int64_t>(opened.tokens.size());
+  if (stored > engine_->context) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("session '{}' holds {} tokens, more than the context of {}; raise --ctx", session_, stored,
+                              engine_->context));
+  }
+  int64_t from = opened.usable;
+  if (from == stored && stored > 0 && opened.logits.empty() && pending_.empty()) {
+    // The store has no logits of the last token: it is computed once more.
+    const Result<int64_t> position = engine_->cache->Trim(sequence_, stored - 1);
+    if (!position) return position.error();
+    from = *position;
+  }
+  reused_tokens_ = from;
+  pending_.insert(pending_.begin(), opened.tokens.begin() + from, opened.tokens.end());
+  if (pending_.empty()) logits_ = std::move(opened.logits);
+  if (opened.usable < stored) {
+    note_ = fmt::format("session '{}': {}; {} of its {} tokens are used as stored, the rest is computed again", session_,
+                        opened.note, FormatCount(from), FormatCount(stored));
+  }
+  return OkStatus();
+}
+
+void Conversation::ReadExtras(const std::string& extras, bool sampler_given) {
+  // Another program may have stored the session: whatever is not as expected is left at its default.
+  const nlohmann::json object = nlohmann::json::parse(extras, nullptr, false);
+  if (!object.is_object()) return;
+  ReadField(object, "ended", &ended_);
+  if (!raw_) ReadField(object, "raw", &raw_);
+  if (const auto sampler = object.find("sampler"); !sampler_given && sampler != object.end() && sampler->is_object()) {
+    SamplerOptions options = sampler_.options();
+    ReadField(*sampler, "temperature", &options.temperature);
+    ReadField(*sampler, "top_k", &options.top_k);
+    ReadField(*sampler, "top_p", &options.top_p);
+    ReadField(*sampler, "min_p", &options.min_p);
+    ReadField(*sampler, "seed", &options.seed);
+    sampler_ = Sampler(options);
+  }
+  if (const auto pending = object.find("pending"); pending != object.end() && pending->is_array()) {
+    const int32_t n_vocab = engine_->model->facts().n_vocab;
+    for (const nlohmann::json& token : *pending) {
+      if (!token.is_number_integer() || token.get<int64_t>() < 0 || token.get<int64_t>() >= n_vocab) {
+        pending_.clear();
+        return;
+      }
+      pending_.push_back(token.get<Token>());
+    }
+  }
+}
+
+std::string Conversation::WriteExtras() const {
+  const SamplerOptions& sampler = sampler_.options();
+  nlohmann::json object = {{"ended", ended_},
+                           {"raw", raw_},
+                           {"sampler",
+                            {{"temperature", sampler.temperature},
+                             {"top_k", sampler.top_k},
+                             {"top_p", sampler.top_p},
+                             {"min_p", sampler.min_p},
+                             {"seed", sampler.seed}}}};
+  if (!pending_.empty()) object["pending"] = pending_;
+  return object.dump();
+}
+
+Result<std::vector<Token>> Conversation::TurnTokens(const std::string& text) const {
+  const Model& model = *engine_->model;
+  if (raw_) return model.Tokenize(text, /*special=*/empty(), /*parse=*/false);
+  if (empty()) {
+    const Result<std::string> turn = model.ApplyChatTemplate(std::vector<ChatMessage>{{"user", text}}, true);
+    if (!turn) return Fail(turn.error());
+    return model.Tokenize(*turn, /*special=*/true, /*parse=*/true);
+  }
+  // What the template puts after an answer: its end mark, then the next turn. A made exchange shows it.
+  const std::string answer = "kvcell-earlier-answer";
+  const Result<std::string> whole =
+      model.ApplyChatTemplate(std::vector<ChatMessage>{{"user", "u"}, {"assistant", answer}, {"user", text}}, true);
+  if (!whole) return Fail(whole.error());
+  const size_t at = whole->find(answer);
+  if (at == std::string::npos) {
+    return Fail(StatusCode::kUnsupported, "the model's chat template drops earlier answers, so a turn can't be added; use --raw");
+  }
+  return model.Tokenize(whole->substr(at + answer.size()), /*special=*/false, /*parse=*/true);
+}
+
+Status Conversation::AddPrompt(const std::string& text) {
+  const Result<std::vector<Token>> tokens = TurnTokens(text);
+  if (!tokens) return tokens.error();
+  const int64_t before = Length() + static_cast<int64_t>(pending_.size());
+  const auto added = static_cast<int64_t>(tokens->size());
+  if (before + added >= engine_->context) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("the prompt has {} tokens{}, and the context holds {} with the answer; shorten it or raise --ctx",
+                              FormatCount(added), before > 0 ? fmt::format(", {} are there already", FormatCount(before)) : "",
+                              FormatCount(engine_->context)));
+  }
+  if (added == 0 && before == 0) return Status(StatusCode::kInvalidArgument, "the prompt holds no tokens; give some text");
+  if (added == 0) return OkStatus();
+  if (!turn_start_) turn_start_ = Clock::now();
+  pending_.insert(pending_.end(), tokens->begin(), tokens->end());
+  logits_.clear();
+  ended_ = false;
+  return OkStatus();
+}
+
+Status Conversation::Step(std::span<const Token> tokens, bool want_logits) {
+  const ModelStep step{.sequence = sequence_, .tokens = tokens, .want_logits = want_logits};
+  std::vector<float> logits;
+  KVCELL_RETURN_IF_ERROR(engine_->model->Forward(engine_->cache.get(), {&step, 1}, &logits));
+  logits_ = std::move(logits);
+  return OkStatus();
+}
+
+// Feeds the pending tokens chunk by chunk; what has been fed is no longer pending, so that an interrupted prompt goes on later.
+Status Conversation::Feed(const AnswerHooks& hooks, bool* stopped) {
+  const auto total = static_cast<int64_t>(pending_.size());
+  const auto chunk_limit = static_cast<size_t>(engine_->cache->options().max_step_tokens);
+  size_t fed = 0;
+  Status status;
+  while (fed < pending_.size() && !*stopped) {
+    const size_t n = std::min(chunk_limit, pending_.size() - fed);
+    status = Step(std::span(pending_).subspan(fed, n), fed + n == pending_.size());
+    if (!status.ok()) break;
+    fed += n;
+    if (hooks.on_fed) hooks.on_fed(static_cast<int64_t>(fed), total);
+    *stopped = hooks.should_stop && hooks.should_stop();
+  }
+  pending_.erase(pending_.begin(), pending_.begin() + static_cast<std::ptrdiff_t>(fed));
+  if (!pending_.empty()) logits_.clear();
+  return status;
+}
+
+Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hooks) {
+  Answer answer;
+  const Clock::time_point start = turn_start_.value_or(Clock::now());
+  turn_start_.reset();
+  const Clock::time_point feed_start = Clock::now();
+  const auto queued = static_cast<int64_t>(pending_.size());
+  bool stopped = false;
+  const Status fed = Feed(hooks, &stopped);
+  answer.prompt_tokens = queued - static_cast<int64_t>(pending_.size());
+  answer.prefill_ms = MillisecondsSince(feed_start);
+  if (!fed.ok()) return Fail(fed);
+
+  Utf8Stream stream;
+  const auto show = [&](const std::string& text) {
+    answer.text += text;
+    if (hooks.on_text && !text.empty()) hooks.on_text(text);
+  };
+  const bool keeps = !session_.empty();
+  Clock::time_point first_token{};
+  answer.end = ended_ ? AnswerEnd::kEnded : AnswerEnd::kTokenLimit;
+  while (!ended_ && static_cast<int64_t>(answer.tokens.size()) < max_tokens) {
+    if (stopped || !pending_.empty()) {
+      answer.end = AnswerEnd::kStopped;
+      break;
+    }
+    if (Length() >= engine_->context) {
+      answer.end = AnswerEnd::kContextFull;
+      break;
+    }
+    const Token token = sampler_.Sample(logits_, Length());
+    if (engine_->model->IsEndOfGeneration(token)) {
+      ended_ = true;
+      answer.end = AnswerEnd::kEnded;
+      break;
+    }
+    answer.tokens.push_back(token);
+    if (answer.tokens.size() == 1) {
+      first_token = Clock::now();
+      answer.ttft_ms = MillisecondsSince(start);
+    }
+    show(stream.Push(engine_->model->Piece(token)));
+    // The last token is fed only where a later process may go on from its logits.
+    if (static_cast<int64_t>(answer.tokens.size()) == max_tokens && !keeps) break;
+    if (const Status status = Step({&token, 1}, true); !status.ok()) return Fail(status);
+    ++answer.decode_steps;
+    stopped = hooks.should_stop && hooks.should_stop();
+  }
+  show(stream.Flush());
+  if (!answer.tokens.empty()) answer.decode_ms = MillisecondsSince(first_token);
+  return answer;
+}
+
+Status Conversation::Save() {
+  if (session_.empty()) return OkStatus();
+  return engine_->cache->Save(sequence_, session_, logits_, WriteExtras());
+}
+
+}  // namespace kvcell::cli

@@ -1,0 +1,101 @@
+// One conversation with a model: prompts in, answers out, kept in the store between processes. `run` and `chat` share it.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "cli/engine.h"
+#include "kvcell/cache.h"
+#include "kvcell/status.h"
+#include "model/model.h"
+
+namespace kvcell::cli {
+
+struct ConversationSettings {
+  std::string session;  // "": nothing is kept
+  SamplerOptions sampler;
+  bool sampler_given = false;  // false: a session goes on with the sampler it was stored with
+  bool raw = false;            // prompts are fed as they are
+};
+
+ConversationSettings SettingsFrom(const Options& options, bool sampler_given);
+
+// What happens while an answer is made. All optional.
+struct AnswerHooks {
+  std::function<void(std::string_view)> on_text;            // whole UTF-8 characters
+  std::function<void(int64_t done, int64_t total)> on_fed;  // tokens of the prompt
+  std::function<bool()> should_stop;                        // asked after every step
+};
+
+enum class AnswerEnd : uint8_t { kEnded, kTokenLimit, kContextFull, kStopped };
+
+struct Answer {
+  std::vector<Token> tokens;
+  std::string text;
+  AnswerEnd end = AnswerEnd::kEnded;
+  int64_t prompt_tokens = 0;  // fed before the first token of the answer
+  double ttft_ms = 0.0;       // from the prompt (or the opening of the session) to the first token; 0: there was none
+  double prefill_ms = 0.0;
+  double decode_ms = 0.0;  // of the steps after the first token
+  int64_t decode_steps = 0;
+};
+
+// Thread-compatible. Model and cache must outlive it.
+class Conversation {
+ public:
+  // Opens the session where the store has it, else starts an empty one. Errors of Cache::OpenSession.
+  static Result<std::unique_ptr<Conversation>> Open(Engine* engine, const ConversationSettings& settings);
+
+  // Tokens whose K and V came from the store.
+  int64_t reused_tokens() const { return reused_tokens_; }
+  // Why not all stored tokens could be used, "" where they could.
+  const std::string& note() const { return note_; }
+  bool resumed() const { return resumed_; }
+  // True when the last answer came to its end, so that only a new prompt can go on from here.
+  bool ended() const { return ended_; }
+  // True when there is something to go on from.
+  bool empty() const { return Length() == 0 && pending_.empty(); }
+  int64_t Length() const { return engine_->cache->Length(sequence_); }
+  SequenceId sequence() const { return sequence_; }
+  const SamplerOptions& sampler() const { return sampler_.options(); }
+
+  // Queues a prompt: the next user turn in the model's chat template, or its text alone in raw mode. kInvalidArgument naming
+  // the numbers where it is longer than what is left of the context.
+  Status AddPrompt(const std::string& text);
+  // Feeds what is queued and generates up to max_tokens tokens. An error leaves the conversation at the last whole step.
+  Result<Answer> Generate(int64_t max_tokens, const AnswerHooks& hooks);
+  // Stores the conversation under its session's name; nothing to do without one.
+  Status Save();
+
+ private:
+  Conversation(Engine* engine, const ConversationSettings& settings)
+      : engine_(engine), session_(settings.session), sampler_(settings.sampler), raw_(settings.raw) {}
+
+  Status Resume(OpenedSession opened, bool sampler_given);
+  void ReadExtras(const std::string& extras, bool sampler_given);
+  std::string WriteExtras() const;
+  Result<std::vector<Token>> TurnTokens(const std::string& text) const;
+  Status Feed(const AnswerHooks& hooks, bool* stopped);
+  Status Step(std::span<const Token> tokens, bool want_logits);
+
+  Engine* engine_;
+  std::string session_;
+  Sampler sampler_;
+  bool raw_;
+  SequenceId sequence_ = 0;
+  std::vector<Token> pending_;  // to be fed before anything is generated
+  std::vector<float> logits_;   // after the last token; empty while something is pending
+  bool ended_ = false;
+  bool resumed_ = false;
+  int64_t reused_tokens_ = 0;
+  std::string note_;
+  std::optional<std::chrono::steady_clock::time_point> turn_start_;
+};
+
+}  // namespace kvcell::cli

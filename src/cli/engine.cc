@@ -1,0 +1,90 @@
+#include "cli/engine.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <utility>
+
+#include "attention/attention.h"
+#include "cli/output.h"
+#include "cli/units.h"
+#include "store/store.h"
+
+namespace kvcell::cli {
+namespace {
+
+// A request that can't be met as asked is wrong usage, whatever layer found it out.
+tl::unexpected<Status> Refuse(const Status& status, std::string_view option) {
+  return Fail(StatusCode::kInvalidArgument, fmt::format("{}: {}", option, status.message()));
+}
+
+Status CheckBudget(const EnginePlan& plan) {
+  const uint64_t budget = plan.cache.ram_budget;
+  if (budget == 0 || budget >= plan.memory.minimum) return OkStatus();
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("--ram-budget {} is too small for {} tokens of context; the smallest that would do is {} ({} bytes)",
+                            FormatSize(budget), FormatCount(plan.context), FormatSize(plan.memory.minimum), plan.memory.minimum));
+}
+
+}  // namespace
+
+Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
+  Result<CacheOptions> cache = ToCacheOptions(options);
+  if (!cache) return Refuse(cache.error(), "--codec");
+  EnginePlan plan;
+  plan.cache = *std::move(cache);
+  plan.cache.geometry = facts.geometry;
+  plan.cache.model_name = facts.name;
+  plan.context = options.ctx > 0 ? options.ctx : facts.context_train;
+  if (plan.context <= 0) {
+    return Fail(StatusCode::kInvalidArgument, fmt::format("{} does not say its context length; set --ctx", facts.path));
+  }
+  plan.cache.max_step_tokens = static_cast<int32_t>(std::min<int64_t>(kChunkTokens, plan.context));
+  for (const LayerGeometry& layer : facts.geometry) {
+    const Result<double> bits = CodecBitsPerElement(plan.cache.codec, layer.head_dim_k, layer.head_dim_v);
+    if (!bits) return Refuse(bits.error(), "--codec");
+  }
+  Result<MemoryPlan> memory = PlanMemory(plan.cache, plan.context, 1);
+  if (!memory) return Fail(memory.error());
+  plan.memory = *memory;
+  KVCELL_FAIL_IF_ERROR(CheckBudget(plan));
+  const bool spills = options.ram_budget > 0 && options.ram_budget < plan.memory.total;
+  if (!options.session.empty()) {
+    if (const Status status = CheckSessionName(options.session); !status.ok()) return Refuse(status, "--session");
+  }
+  if (spills || !options.session.empty()) plan.cache.store = options.store;
+  return plan;
+}
+
+Result<Engine> OpenEngine(const Options& options) {
+  if (options.model.empty()) {
+    return Fail(StatusCode::kInvalidArgument, "name a model with -m FILE; `make model` fetches a small one");
+  }
+  KVCELL_FAIL_IF_ERROR(CheckForcedIsa());
+  const Result<ModelFacts> facts = Model::ReadFacts(options.model);
+  if (!facts) return Fail(facts.error());
+  Result<EnginePlan> plan = PlanEngine(options, *facts);
+  if (!plan) return Fail(plan.error());
+  if (plan->context > facts->context_train && facts->context_train > 0 && !options.quiet) {
+    PrintWarning(fmt::format("--ctx {} is more than the {} tokens that {} was trained for; answers may make no sense",
+                             plan->context, facts->context_train, facts->name));
+  }
+
+  const auto start = std::chrono::steady_clock::now();
+  Engine engine;
+  engine.context = plan->context;
+  Result<std::unique_ptr<Model>> model =
+      Model::Load(options.model, {.n_threads = options.threads, .max_batch = plan->cache.max_step_tokens});
+  if (!model) return Fail(model.error());
+  engine.model = *std::move(model);
+  engine.load_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+
+  plan->cache.identity = engine.model->identity();
+  Result<std::unique_ptr<Cache>> cache = Cache::Open(plan->cache);
+  if (!cache) return Fail(cache.error());
+  engine.cache = *std::move(cache);
+  return engine;
+}
+
+}  // namespace kvcell::cli

@@ -1,0 +1,34 @@
+// A model with its cache, set up from options: everything that can be refused is refused before the model loads.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "cli/options.h"
+#include "kvcell/cache.h"
+#include "kvcell/status.h"
+#include "model/model.h"
+
+namespace kvcell::cli {
+
+struct Engine {
+  std::unique_ptr<Model> model;
+  std::unique_ptr<Cache> cache;
+  int64_t context = 0;   // most tokens of a sequence
+  double load_ms = 0.0;  // of the model
+};
+
+// Most rows per step: prompts are fed in chunks of this many tokens.
+inline constexpr int32_t kChunkTokens = 512;
+
+Result<Engine> OpenEngine(const Options& options);
+
+// The checks of OpenEngine alone: cache options for this model without its identity, or what is wrong with the request.
+struct EnginePlan {
+  CacheOptions cache;
+  int64_t context = 0;
+  MemoryPlan memory;
+};
+Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts);
+
+}  // namespace kvcell::cli

@@ -1,0 +1,31 @@
+#include "cli/interrupt.h"
+
+#include <csignal>
+
+namespace kvcell::cli {
+namespace {
+
+volatile std::sig_atomic_t g_signal = 0;
+
+extern "C" void OnSignal(int number) { g_signal = number; }
+
+}  // namespace
+
+void CatchInterrupts() {
+  struct sigaction action = {};
+  action.sa_handler = OnSignal;
+  sigemptyset(&action.sa_mask);
+  // No SA_RESTART: a read of the terminal returns. SA_RESETHAND: the second Ctrl-C acts as if there were no handler.
+  action.sa_flags = static_cast<int>(SA_RESETHAND);
+  sigaction(SIGINT, &action, nullptr);
+  sigaction(SIGTERM, &action, nullptr);
+}
+
+int InterruptSignal() { return g_signal; }
+
+void ClearInterrupt() {
+  g_signal = 0;
+  CatchInterrupts();
+}
+
+}  // namespace kvcell::cli

@@ -1,0 +1,13 @@
+// Ctrl-C as a request to finish the step that is under way; a second one ends the process at once.
+#pragma once
+
+namespace kvcell::cli {
+
+// SIGINT and SIGTERM set a flag from now on.
+void CatchInterrupts();
+// The signal that came, 0 for none.
+int InterruptSignal();
+// Forgets it and listens for the next one.
+void ClearInterrupt();
+
+}  // namespace kvcell::cli

@@ -1,0 +1,481 @@
+#include "cli/options.h"
+
+#include <fmt/format.h>
+
+#include <CLI/CLI.hpp>
+#include <algorithm>
+#include <array>
+#include <cstdlib>
+#include <filesystem>
+#include <limits>
+#include <utility>
+
+#include "cli/config_file.h"
+#include "cli/units.h"
+#include "kvcell/codec.h"
+
+namespace kvcell::cli {
+namespace {
+
+constexpr int64_t kMaxContext = int64_t{1} << 31;
+
+template <typename T>
+Status SetInteger(const std::string& text, int64_t low, int64_t high, T* value) {
+  const Result<int64_t> number = ParseInteger(text, low, high);
+  if (!number) return number.error();
+  *value = static_cast<T>(*number);
+  return OkStatus();
+}
+
+Status SetDecimal(const std::string& text, double low, double high, double* value) {
+  const Result<double> number = ParseDecimal(text, low, high);
+  if (!number) return number.error();
+  *value = *number;
+  return OkStatus();
+}
+
+Status SetBool(const std::string& text, bool* value) {
+  const Result<bool> parsed = ParseBool(text);
+  if (!parsed) return parsed.error();
+  *value = *parsed;
+  return OkStatus();
+}
+
+Status SetText(const std::string& text, const char* what, std::string* value) {
+  if (text.empty()) return Status(StatusCode::kInvalidArgument, fmt::format("{} can't be empty", what));
+  *value = text;
+  return OkStatus();
+}
+
+Status CheckCodec(const std::string& text) {
+  const Result<CodecSpec> codec = ParseCodec(text);
+  return codec ? OkStatus() : codec.error();
+}
+
+// Lists are separated by commas; a codec spec `k=A,v=B` holds one itself.
+std::vector<std::string> SplitList(const std::string& text) {
+  std::vector<std::string> parts;
+  size_t from = 0;
+  while (from <= text.size()) {
+    const size_t comma = std::min(text.find(',', from), text.size());
+    std::string part = text.substr(from, comma - from);
+    if (part.rfind("v=", 0) == 0 && !parts.empty() && parts.back().rfind("k=", 0) == 0) {
+      parts.back() += "," + part;
+    } else {
+      parts.push_back(std::move(part));
+    }
+    from = comma + 1;
+  }
+  return parts;
+}
+
+Status SetIntegers(const std::string& text, int64_t high, std::vector<int64_t>* values) {
+  values->clear();
+  for (const std::string& part : SplitList(text)) {
+    KVCELL_RETURN_IF_ERROR(SetInteger(part, 1, high, &values->emplace_back()));
+  }
+  return OkStatus();
+}
+
+Status SetCodecs(const std::string& text, std::vector<std::string>* values) {
+  *values = SplitList(text);
+  for (const std::string& codec : *values) KVCELL_RETURN_IF_ERROR(CheckCodec(codec));
+  return OkStatus();
+}
+
+Status SetDurability(const std::string& text, uint8_t* value) {
+  static constexpr std::array<std::string_view, 3> kLevels = {"none", "process", "power"};
+  const auto found = std::find(kLevels.begin(), kLevels.end(), text);
+  if (found == kLevels.end()) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is no durability; use none, process or power", text));
+  }
+  *value = static_cast<uint8_t>(found - kLevels.begin());
+  return OkStatus();
+}
+
+Status SetCodec(const std::string& text, Options* options) {
+  KVCELL_RETURN_IF_ERROR(CheckCodec(text));
+  options->codec = text;
+  return OkStatus();
+}
+
+const std::vector<OptionSpec>& Table() {
+  static const std::vector<OptionSpec> table = {
+      {.name = "model",
+       .flags = "-m,--model",
+       .type = "FILE",
+       .help = "model file (GGUF); `make model` fetches a small one",
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the model's path", &o->model); }},
+      {.name = "prompt",
+       .flags = "-p,--prompt",
+       .type = "TEXT",
+       .help = "prompt",
+       .setting = false,
+       .set =
+           [](const std::string& t, Options* o) {
+             o->prompt = t;
+             return OkStatus();
+           }},
+      {.name = "file",
+       .flags = "-f,--file",
+       .type = "FILE",
+       .help = "reads the prompt from a file, - for standard input; with -p too, the file's text comes first",
+       .setting = false,
+       .set =
+           [](const std::string& t, Options* o) {
+             o->file = t;
+             return SetText(t, "the file's name", &*o->file);
+           }},
+      {.name = "max-tokens",
+       .flags = "-n,--max-tokens",
+       .type = "N",
+       .shown_default = "256",
+       .help = "most tokens to generate; the answer may end earlier",
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 0, kMaxContext, &o->max_tokens); }},
+      {.name = "temp",
+       .flags = "--temp",
+       .type = "T",
+       .shown_default = "0",
+       .help = "temperature of sampling; 0 takes the likeliest token every time, more makes answers vary",
+       .set = [](const std::string& t, Options* o) { return SetDecimal(t, 0.0, 100.0, &o->temp); }},
+      {.name = "top-k",
+       .flags = "--top-k",
+       .type = "N",
+       .shown_default = "40",
+       .help = "samples among the N likeliest tokens; 0: all of them",
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 0, 1 << 30, &o->top_k); }},
+      {.name = "top-p",
+       .flags = "--top-p",
+       .type = "P",
+       .shown_default = "0.95",
+       .help = "samples among the likeliest tokens that hold this share of the probability; 1: all",
+       .set = [](const std::string& t, Options* o) { return SetDecimal(t, 0.0, 1.0, &o->top_p); }},
+      {.name = "min-p",
+       .flags = "--min-p",
+       .type = "P",
+       .shown_default = "0.05",
+       .help = "leaves out tokens below this share of the likeliest one's probability; 0: none",
+       .set = [](const std::string& t, Options* o) { return SetDecimal(t, 0.0, 1.0, &o->min_p); }},
+      {.name = "seed",
+       .flags = "--seed",
+       .type = "S",
+       .shown_default = "0",
+       .help = "start of the random draws; the same seed gives the same answer",
+       .set =
+           [](const std::string& t, Options* o) {
+             return SetInteger(t, 0, std::numeric_limits<uint32_t>::max(), &o->seed);
+           }},
+      {.name = "raw",
+       .flags = "--raw",
+       .help = "feeds the prompt as it is, without the model's chat template",
+       .set = [](const std::string& t, Options* o) { return SetBool(t, &o->raw); }},
+      {.name = "ctx",
+       .flags = "--ctx",
+       .type = "N",
+       .shown_default = "what the model was trained for",
+       .help = "most tokens of prompt and answers together; more takes more KV memory as it fills",
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, kMaxContext, &o->ctx); }},
+      {.name = "threads",
+       .flags = "--threads",
+       .type = "N",
+       .shown_default = "all processors",
+       .help = "threads that compute; more than the machine has slows it down",
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1024, &o->threads); }},
+      {.name = "codec",
+       .flags = "--codec",
+       .type = "SPEC",
+       .shown_default = "i4",
+       .help = "how sealed cells are coded: f16, i8, i4 or k=...,v=... (`kvcell info --codecs`); fewer bits take less memory "
+               "and read faster, more keep answers closer to f16",
+       .set = SetCodec},
+      {.name = "sinks",
+       .flags = "--sinks",
+       .type = "N",
+       .shown_default = "4",
+       .help = "first tokens kept exact, 0..64; more is closer to f16 and costs their f16 bytes",
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 0, 64, &o->sinks); }},
+      {.name = "recent-blocks",
+       .flags = "--recent-blocks",
+       .type = "N",
+       .shown_default = "0",
+       .help = "blocks of 64 tokens before the newest one that are read exactly; each costs one f16 block",
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 0, 1 << 20, &o->recent_blocks); }},
+      {.name = "ram-budget",
+       .flags = "--ram-budget",
+       .type = "SIZE",
+       .shown_default = "as much as the context takes",
+       .help = "most bytes of KV memory, never passed; with less, older cells leave for the store and are attended from "
+               "there, which is slower",
+       .set =
+           [](const std::string& t, Options* o) {
+             const Result<uint64_t> size = ParseSize(t);
+             if (!size) return size.error();
+             o->ram_budget = *size;
+             return OkStatus();
+           }},
+      {.name = "store",
+       .flags = "--store",
+       .type = "DIR",
+       .shown_default = "$XDG_DATA_HOME/kvcell",
+       .help = "directory of sessions and cells; made when missing, readable by its owner only",
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the store's directory", &o->store); }},
+      {.name = "durability",
+       .flags = "--durability",
+       .type = "LEVEL",
+       .shown_default = "process",
+       .help = "what a save survives: none (nothing promised, fastest), process (kill -9), power (power loss, slowest)",
+       .set = [](const std::string& t, Options* o) { return SetDurability(t, &o->durability); }},
+      {.name = "session",
+       .flags = "--session",
+       .type = "NAME",
+       .help = "name of the conversation in the store: gone on with when it is there, saved at the end",
+       .set = [](const std::string& t, Options* o) { return SetText(t, "a session's name", &o->session); }},
+      {.name = "json",
+       .flags = "--json",
+       .help = "prints one JSON object on standard output and nothing else there",
+       .set = [](const std::string& t, Options* o) { return SetBool(t, &o->json); }},
+      {.name = "quiet",
+       .flags = "--quiet",
+       .help = "no progress, no summary, no warnings; errors are still told",
+       .set = [](const std::string& t, Options* o) { return SetBool(t, &o->quiet); }},
+      {.name = "context",
+       .flags = "--context",
+       .type = "N...",
+       .shown_default = "2048 8192 32768",
+       .help = "tokens per sequence to plan for",
+       .many = true,
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, kMaxContext, &o->contexts); }},
+      {.name = "batch",
+       .flags = "--batch",
+       .type = "N...",
+       .shown_default = "1",
+       .help = "sequences at once to plan for",
+       .many = true,
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, 1 << 16, &o->batches); }},
+      {.name = "codecs",
+       .flags = "--codec",
+       .type = "SPEC...",
+       .shown_default = "f16 i8 i4",
+       .help = "codecs to plan for (`kvcell info --codecs`)",
+       .many = true,
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetCodecs(t, &o->codecs); }},
+      {.name = "layers",
+       .flags = "--layers",
+       .type = "N",
+       .help = "layers of a model that is not at hand",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 4096, &o->layers); }},
+      {.name = "heads",
+       .flags = "--heads",
+       .type = "N",
+       .shown_default = "as many as KV heads",
+       .help = "its query heads; they take working memory only",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 4096, &o->heads); }},
+      {.name = "kv-heads",
+       .flags = "--kv-heads",
+       .type = "N",
+       .help = "its KV heads",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 4096, &o->kv_heads); }},
+      {.name = "head-dim",
+       .flags = "--head-dim",
+       .type = "N",
+       .help = "its values per head",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1024, &o->head_dim); }},
+  };
+  return table;
+}
+
+const OptionSpec* Find(std::string_view name) {
+  for (const OptionSpec& spec : Table()) {
+    if (spec.name == name) return &spec;
+  }
+  return nullptr;
+}
+
+// Breaks help text into lines that fit beside the option names on 100 columns.
+std::string Wrap(const std::string& text) {
+  constexpr size_t kWidth = 68;
+  std::string wrapped;
+  size_t line = 0, at = 0;
+  while (at < text.size()) {
+    const size_t end = std::min(text.find(' ', at), text.size());
+    const size_t length = end - at;
+    if (line > 0) {
+      const bool breaks = line + 1 + length > kWidth;
+      wrapped += breaks ? '\n' : ' ';
+      line = breaks ? 0 : line + 1;
+    }
+    wrapped.append(text, at, length);
+    line += length;
+    at = end + 1;
+  }
+  return wrapped;
+}
+
+std::string HelpText(const OptionSpec& spec) {
+  std::string text(spec.help);
+  if (!spec.shown_default.empty()) text += fmt::format(" [{}]", spec.shown_default);
+  return Wrap(text);
+}
+
+std::string HomePath(const char* xdg, const char* below_home) {
+  if (const char* path = std::getenv(xdg); path != nullptr && path[0] == '/') return path;
+  const char* home = std::getenv("HOME");
+  return (home != nullptr && home[0] != '\0' ? std::string(home) : std::string("/tmp")) + below_home;
+}
+
+struct FileSettings {
+  std::string path;
+  std::vector<ConfigEntry> entries;
+};
+
+Result<FileSettings> LoadConfig(const std::string& from_command_line) {
+  FileSettings settings;
+  settings.path = from_command_line;
+  if (settings.path.empty()) {
+    if (const char* path = std::getenv("KVCELL_CONFIG"); path != nullptr) settings.path = path;
+  }
+  if (settings.path.empty()) {
+    settings.path = HomePath("XDG_CONFIG_HOME", "/.config") + "/kvcell/config.yaml";
+    std::error_code error;
+    if (!std::filesystem::exists(settings.path, error)) return settings;  // nobody asked for it
+  }
+  Result<std::vector<ConfigEntry>> entries = ReadConfigFile(settings.path);
+  if (!entries) return Fail(entries.error());
+  for (const ConfigEntry& entry : *entries) {
+    if (Find(entry.name) == nullptr) {
+      return Fail(StatusCode::kInvalidArgument,
+                  fmt::format("{}:{}: '{}' is no option; `kvcell config show` lists them", settings.path, entry.line, entry.name));
+    }
+  }
+  settings.entries = *std::move(entries);
+  return settings;
+}
+
+std::string Join(const std::vector<std::string>& values) { return fmt::format("{}", fmt::join(values, ",")); }
+
+}  // namespace
+
+std::span<const OptionSpec> OptionTable() { return Table(); }
+
+std::string EnvironmentName(std::string_view option) {
+  std::string name = "KVCELL_";
+  for (const char c : option) name += c == '-' ? '_' : c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
+  return name;
+}
+
+std::string DefaultStore() { return HomePath("XDG_DATA_HOME", "/.local/share") + "/kvcell"; }
+
+void OptionParser::OfferOne(CLI::App* command, const OptionSpec& spec) {
+  auto offered = std::make_unique<Offered>();
+  offered->command = command;
+  offered->spec = &spec;
+  offered->flag = spec.type.empty();
+  const std::string flags(spec.flags);
+  const std::string help = HelpText(spec);
+  if (offered->flag) {
+    offered->option = command->add_flag(flags, help);
+  } else {
+    offered->option = command->add_option(flags, offered->values, help);
+    offered->option->type_name(std::string(spec.type));
+    offered->option->expected(1, spec.many ? CLI::detail::expected_max_vector_size : 1);
+    if (!spec.many) offered->option->multi_option_policy(CLI::MultiOptionPolicy::Throw);
+  }
+  offered_.push_back(std::move(offered));
+}
+
+void OptionParser::OfferConfig(CLI::App* command) {
+  auto offered = std::make_unique<Offered>();
+  offered->command = command;
+  offered->option = command->add_option(
+      "--config", offered->values,
+      Wrap("YAML file with any of these options by their long names; KVCELL_... variables and the command line win over it "
+           "[$XDG_CONFIG_HOME/kvcell/config.yaml, where it exists]"));
+  offered->option->type_name("FILE")->expected(1);
+  offered_.push_back(std::move(offered));
+}
+
+void OptionParser::Offer(CLI::App* command, std::initializer_list<std::string_view> names) {
+  for (const std::string_view name : names) OfferOne(command, *Find(name));
+  OfferConfig(command);
+}
+
+void OptionParser::OfferSettings(CLI::App* command) {
+  for (const OptionSpec& spec : Table()) {
+    if (spec.setting) OfferOne(command, spec);
+  }
+  OfferConfig(command);
+}
+
+Result<Options> OptionParser::Resolve(const CLI::App* command) {
+  origins_.clear();
+  std::string config;
+  for (const auto& offered : offered_) {
+    if (offered->command == command && offered->spec == nullptr && !offered->values.empty()) config = offered->values.back();
+  }
+  const Result<FileSettings> file = LoadConfig(config);
+  if (!file) return Fail(file.error());
+
+  Options options;
+  for (const auto& offered : offered_) {
+    if (offered->command != command || offered->spec == nullptr) continue;
+    const OptionSpec& spec = *offered->spec;
+    OptionOrigin origin{.name = std::string(spec.name), .value = std::string(spec.shown_default), .source = "default"};
+    bool set = true;
+    const std::string variable = EnvironmentName(spec.name);
+    const char* environment = std::getenv(variable.c_str());
+    const auto entry = std::find_if(file->entries.begin(), file->entries.end(),
+                                    [&](const ConfigEntry& candidate) { return candidate.name == spec.name; });
+    std::string blame;
+    if (offered->option->count() > 0) {
+      origin.value = offered->flag ? "true" : Join(offered->values);
+      origin.source = "command line";
+      blame = std::string(spec.flags.substr(spec.flags.find("--")));
+    } else if (environment != nullptr) {
+      origin.value = environment;
+      origin.source = "environment " + variable;
+      blame = variable;
+    } else if (entry != file->entries.end()) {
+      origin.value = entry->value;
+      origin.source = fmt::format("{}:{}", file->path, entry->line);
+      blame = fmt::format("{}: {}", origin.source, spec.name);
+    } else {
+      set = false;
+      if (offered->flag) origin.value = "false";
+      if (spec.name == "store") origin.value = DefaultStore();
+    }
+    if (set) {
+      if (const Status status = spec.set(origin.value, &options); !status.ok()) {
+        return Fail(StatusCode::kInvalidArgument, fmt::format("{}: {}", blame, status.message()));
+      }
+    }
+    origins_.push_back(std::move(origin));
+  }
+  if (options.store.empty()) options.store = DefaultStore();
+  return options;
+}
+
+bool OptionParser::IsSet(std::string_view name) const {
+  return std::any_of(origins_.begin(), origins_.end(),
+                     [&](const OptionOrigin& origin) { return origin.name == name && origin.source != "default"; });
+}
+
+Result<CacheOptions> ToCacheOptions(const Options& options) {
+  Result<CodecSpec> codec = ParseCodec(options.codec);
+  if (!codec) return Fail(codec.error());
+  CacheOptions cache;
+  cache.codec = *std::move(codec);
+  cache.sinks = options.sinks;
+  cache.recent_blocks = options.recent_blocks;
+  cache.ram_budget = options.ram_budget;
+  cache.durability = options.durability;
+  return cache;
+}
+
+}  // namespace kvcell::cli

@@ -1,0 +1,118 @@
+// The one parser of options: every command takes its options from the same table, so that a name means the same everywhere.
+//
+// A value comes from the command line, else the environment (KVCELL_RAM_BUDGET for --ram-budget), else the YAML file of
+// --config, else the default; where it came from is kept for `kvcell config show` and for error messages.
+#pragma once
+
+#include <cstdint>
+#include <initializer_list>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvcell/cache.h"
+#include "kvcell/status.h"
+
+namespace CLI {
+class App;
+class Option;
+}  // namespace CLI
+
+namespace kvcell::cli {
+
+// Values in force. The table in options.cc says what each does, its default and its limits.
+struct Options {
+  std::string model;
+  std::optional<std::string> prompt;
+  std::optional<std::string> file;
+  int64_t max_tokens = 256;
+  double temp = 0.0;
+  int32_t top_k = 40;
+  double top_p = 0.95;
+  double min_p = 0.05;
+  uint32_t seed = 0;
+  bool raw = false;
+  int64_t ctx = 0;  // 0: what the model was trained for
+  int32_t threads = 0;
+  std::string codec = "i4";
+  int32_t sinks = 4;
+  int32_t recent_blocks = 0;
+  uint64_t ram_budget = 0;
+  std::string store;  // never empty once resolved
+  uint8_t durability = 1;
+  std::string session;
+  bool json = false;
+  bool quiet = false;
+  // plan
+  std::vector<int64_t> contexts;
+  std::vector<int64_t> batches;
+  std::vector<std::string> codecs;
+  int32_t layers = 0;
+  int32_t heads = 0;
+  int32_t kv_heads = 0;
+  int32_t head_dim = 0;
+};
+
+struct OptionSpec {
+  std::string_view name;   // "ram-budget"
+  std::string_view flags;  // "--ram-budget", "-n,--max-tokens"
+  std::string_view type = {};  // "SIZE"; "" for a switch
+  std::string_view shown_default = {};
+  std::string_view help;  // what it is, its unit, and what raising or lowering it costs
+  bool many = false;      // takes several values
+  bool setting = true;    // worth a place in a configuration file; `config show` prints it
+  Status (*set)(const std::string& text, Options* options) = nullptr;
+};
+
+std::span<const OptionSpec> OptionTable();
+
+// A value in force and where it came from: "default", "environment KVCELL_CTX", "kvcell.yaml:3", "command line".
+struct OptionOrigin {
+  std::string name;
+  std::string value;
+  std::string source;
+};
+
+class OptionParser {
+ public:
+  // Offers the named options of the table, and --config, on `command`.
+  void Offer(CLI::App* command, std::initializer_list<std::string_view> names);
+  // Offers all options that `config show` prints.
+  void OfferSettings(CLI::App* command);
+
+  // Finds the values that `command` was given, once CLI11 has read the command line. kInvalidArgument names option and source.
+  Result<Options> Resolve(const CLI::App* command);
+  // After Resolve: of every option that the command takes.
+  const std::vector<OptionOrigin>& origins() const { return origins_; }
+  // True when the option was set anywhere, not left at its default.
+  bool IsSet(std::string_view name) const;
+
+ private:
+  struct Offered {
+    const CLI::App* command = nullptr;
+    const OptionSpec* spec = nullptr;  // null for --config
+    CLI::Option* option = nullptr;
+    std::vector<std::string> values;
+    bool flag = false;
+  };
+
+  void OfferOne(CLI::App* command, const OptionSpec& spec);
+  void OfferConfig(CLI::App* command);
+
+  std::vector<std::unique_ptr<Offered>> offered_;
+  std::vector<OptionOrigin> origins_;
+};
+
+// The options as cache options, geometry and identity left empty.
+Result<CacheOptions> ToCacheOptions(const Options& options);
+
+// Where sessions live without --store: $XDG_DATA_HOME/kvcell, else ~/.local/share/kvcell.
+std::string DefaultStore();
+
+// The name of an option's environment variable.
+std::string EnvironmentName(std::string_view option);
+
+}  // namespace kvcell::cli

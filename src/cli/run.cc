@@ -1,0 +1,119 @@
+// kvcell run: feeds a prompt, prints the answer as it comes, and keeps the session.
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <string>
+#include <utility>
+
+#include "cli/commands.h"
+#include "cli/conversation.h"
+#include "cli/engine.h"
+#include "cli/interrupt.h"
+#include "cli/output.h"
+#include "cli/report.h"
+#include "cli/units.h"
+
+namespace kvcell::cli {
+namespace {
+
+constexpr size_t kMaxPromptBytes = size_t{64} << 20;  // far beyond any context; ends a prompt that never ends
+
+struct FileCloser {
+  void operator()(std::FILE* file) const {
+    if (file != stdin) std::fclose(file);
+  }
+};
+
+Result<std::string> ReadPromptFile(const std::string& path) {
+  const std::unique_ptr<std::FILE, FileCloser> file(path == "-" ? stdin : std::fopen(path.c_str(), "rb"));
+  if (file == nullptr) {
+    return Fail(errno == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
+                fmt::format("{}: the prompt file can't be opened: {}", path, std::strerror(errno)));
+  }
+  std::string text;
+  std::string buffer(size_t{1} << 16, '\0');
+  size_t n = 0;
+  while ((n = std::fread(buffer.data(), 1, buffer.size(), file.get())) > 0) {
+    if (text.size() + n > kMaxPromptBytes) {
+      return Fail(StatusCode::kInvalidArgument,
+                  fmt::format("{}: the prompt is larger than {}; shorten it", path, FormatSize(kMaxPromptBytes)));
+    }
+    text.append(buffer, 0, n);
+  }
+  if (std::ferror(file.get()) != 0) {
+    return Fail(StatusCode::kIoError, fmt::format("{}: the prompt file can't be read: {}", path, std::strerror(errno)));
+  }
+  return text;
+}
+
+Result<std::string> PromptText(const Options& options) {
+  std::string text;
+  if (options.file) {
+    Result<std::string> read = ReadPromptFile(*options.file);
+    if (!read) return read;
+    text = *std::move(read);
+  }
+  if (options.prompt) {
+    if (!text.empty()) text += "\n\n";
+    text += *options.prompt;
+  }
+  return text;
+}
+
+void TellEnd(const Options& options, const Conversation& conversation, const Answer& answer, int64_t context) {
+  if (options.quiet) return;
+  if (answer.end == AnswerEnd::kContextFull) {
+    PrintWarning(fmt::format("the context of {} tokens is full; raise --ctx to go on", FormatCount(context)));
+  } else if (answer.end == AnswerEnd::kEnded && answer.tokens.empty() && conversation.resumed() && answer.prompt_tokens == 0) {
+    PrintWarning(fmt::format("the last answer of session '{}' had ended; give a new prompt with -p", options.session));
+  }
+}
+
+}  // namespace
+
+int RunCommand(const Options& options, bool sampler_given) {
+  const bool has_prompt = options.prompt.has_value() || options.file.has_value();
+  if (!has_prompt && options.session.empty()) {
+    return Failed(Status(StatusCode::kInvalidArgument, "give a prompt with -p TEXT or -f FILE, or a --session to go on with"));
+  }
+  const Result<std::string> prompt = PromptText(options);
+  if (!prompt) return Failed(prompt.error());
+  Result<Engine> engine = OpenEngine(options);
+  if (!engine) return Failed(engine.error());
+
+  CatchInterrupts();
+  Result<std::unique_ptr<Conversation>> opened = Conversation::Open(&*engine, SettingsFrom(options, sampler_given));
+  if (!opened) return Failed(opened.error());
+  Conversation& conversation = **opened;
+  if (!conversation.note().empty() && !options.quiet) PrintWarning(conversation.note());
+  if (!has_prompt && conversation.empty()) {
+    return Failed(Status(StatusCode::kInvalidArgument,
+                         fmt::format("session '{}' is not in {} yet; give a prompt with -p to start it", options.session,
+                                     options.store)));
+  }
+  if (has_prompt) {
+    if (const Status status = conversation.AddPrompt(*prompt); !status.ok()) return Failed(status);
+  }
+
+  Progress progress("prompt", !options.quiet && !options.json);
+  const Result<Answer> answer = conversation.Generate(options.max_tokens, TerminalHooks(&progress, !options.json));
+  progress.Clear();
+  if (!answer) return Failed(answer.error());
+  if (!options.json) fmt::print("\n");
+  std::fflush(stdout);
+  if (const Status saved = conversation.Save(); !saved.ok()) return Failed(saved);
+
+  if (options.json) {
+    PrintJson(AnswerReport(*engine, conversation, *answer));
+  } else if (!options.quiet) {
+    fmt::print(stderr, "\n");
+    PrintAnswerTable(*engine, conversation, *answer);
+  }
+  TellEnd(options, conversation, *answer, engine->context);
+  return answer->end == AnswerEnd::kStopped ? 128 + InterruptSignal() : 0;
+}
+
+}  // namespace kvcell::cli

@@ -1,0 +1,195 @@
+// kvcell sessions and kvcell store: what a store holds, moved, removed and checked. No model is needed.
+#include <fmt/format.h>
+
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+
+#include "cli/commands.h"
+#include "cli/output.h"
+#include "cli/units.h"
+#include "codec/cell_codec.h"
+#include "store/store.h"
+
+namespace kvcell::cli {
+namespace {
+
+Result<std::unique_ptr<Store>> OpenStore(const Options& options, bool read_only, bool create = false) {
+  Result<std::unique_ptr<Store>> store =
+      Store::Open(options.store, {.durability = static_cast<Durability>(options.durability), .create = create, .read_only = read_only});
+  if (!store && store.error().code() == StatusCode::kNotFound) {
+    return Fail(StatusCode::kNotFound,
+                fmt::format("there is no store at {} yet; `kvcell run --session NAME` makes one, --store DIR names another",
+                            options.store));
+  }
+  return store;
+}
+
+Json IdentityJson(const Identity& identity) {
+  Json object = Json::object();
+  for (const auto& [name, value] : identity) object[name] = value;
+  return object;
+}
+
+Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position, const BlockKey& key) {
+  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
+}
+
+}  // namespace
+
+int SessionsListCommand(const Options& options) {
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  if (!store) return Failed(store.error());
+  const Result<std::vector<SessionSummary>> sessions = (*store)->List();
+  if (!sessions) return Failed(sessions.error());
+  if (options.json) {
+    Json list = Json::array();
+    for (const SessionSummary& session : *sessions) {
+      list.push_back({{"name", session.name},
+                      {"tokens", session.tokens},
+                      {"bytes", session.bytes},
+                      {"model", session.model},
+                      {"last_used", session.last_used}});
+    }
+    PrintJson({{"store", options.store}, {"sessions", list}});
+    return 0;
+  }
+  Table table({"NAME", "TOKENS", "SIZE", "MODEL", "LAST USED"});
+  table.AlignRight({1, 2});
+  for (const SessionSummary& session : *sessions) {
+    table.Add({session.name, std::to_string(session.tokens), FormatSize(static_cast<uint64_t>(session.bytes)), session.model,
+               FormatTime(session.last_used)});
+  }
+  if (table.empty() && IsTerminal(stdout)) {
+    fmt::print(stderr, "no sessions in {}\n", options.store);
+    return 0;
+  }
+  table.Print(stdout);
+  return 0;
+}
+
+int SessionsShowCommand(const Options& options, const std::string& name) {
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  if (!store) return Failed(store.error());
+  const Result<SessionRecord> session = (*store)->Load(name);
+  if (!session) return Failed(session.error());
+  const auto tokens = static_cast<int64_t>(session->tokens.size());
+  if (options.json) {
+    const nlohmann::json extras = nlohmann::json::parse(session->extras, nullptr, false);
+    PrintJson({{"name", session->name},
+               {"tokens", tokens},
+               {"blocks", session->blocks.size()},
+               {"model", session->model},
+               {"last_used", session->last_used},
+               {"identity", IdentityJson(session->identity)},
+               {"extras", extras.is_discarded() ? nlohmann::json(session->extras) : extras}});
+    return 0;
+  }
+  Table table({"", ""});
+  table.Add({"name", session->name});
+  table.Add({"model", session->model});
+  table.Add({"tokens", FormatCount(tokens)});
+  table.Add({"sealed blocks", FormatCount(static_cast<int64_t>(session->blocks.size()))});
+  table.Add({"last used", FormatTime(session->last_used)});
+  for (const auto& [field, value] : session->identity) table.Add({"identity: " + field, value});
+  table.Add({"extras", session->extras});
+  table.Print(stdout);
+  return 0;
+}
+
+int SessionsRemoveCommand(const Options& options, const std::vector<std::string>& names, bool erase) {
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, false);
+  if (!store) return Failed(store.error());
+  for (const std::string& name : names) {
+    if (const Status status = (*store)->Remove(name, erase); !status.ok()) return Failed(status);
+  }
+  if (options.json) PrintJson({{"removed", names}, {"erased", erase}});
+  return 0;
+}
+
+int SessionsExportCommand(const Options& options, const std::string& name, const std::string& path) {
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  if (!store) return Failed(store.error());
+  if (const Status status = (*store)->Export(name, path); !status.ok()) return Failed(status);
+  if (options.json) PrintJson({{"name", name}, {"file", path}});
+  return 0;
+}
+
+int SessionsImportCommand(const Options& options, const std::string& path, const std::string& as) {
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, false, true);
+  if (!store) return Failed(store.error());
+  const Result<std::string> name = (*store)->Import(path, as);
+  if (!name) return Failed(name.error());
+  if (options.json) {
+    PrintJson({{"name", *name}, {"file", path}});
+  } else if (!options.quiet) {
+    fmt::print("{}\n", *name);
+  }
+  return 0;
+}
+
+int StoreStatsCommand(const Options& options) {
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  if (!store) return Failed(store.error());
+  const Result<kvcell::StoreStats> stats = (*store)->Stats();
+  if (!stats) return Failed(stats.error());
+  if (options.json) {
+    PrintJson({{"store", options.store},
+               {"sessions", stats->sessions},
+               {"blocks", stats->blocks},
+               {"cells", stats->cells},
+               {"segment_bytes", stats->segment_bytes},
+               {"live_bytes", stats->live_bytes},
+               {"index_bytes", stats->index_bytes}});
+    return 0;
+  }
+  Table table({"", ""});
+  table.Add({"store", options.store});
+  table.Add({"sessions", FormatCount(stats->sessions)});
+  table.Add({"blocks", FormatCount(stats->blocks)});
+  table.Add({"cells", FormatCount(stats->cells)});
+  table.Add({"segment files", FormatSize(static_cast<uint64_t>(stats->segment_bytes))});
+  table.Add({"of these in use", FormatSize(static_cast<uint64_t>(stats->live_bytes))});
+  table.Add({"index", FormatSize(static_cast<uint64_t>(stats->index_bytes))});
+  table.Print(stdout);
+  return 0;
+}
+
+int StoreVerifyCommand(const Options& options) {
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  if (!store) return Failed(store.error());
+  int64_t cells = 0;
+  const Result<std::vector<DamagedCell>> damaged =
+      (*store)->Verify([&cells](std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
+                                const BlockKey& key) {
+        ++cells;
+        return CheckCell(cell, layer, head, position, key);
+      });
+  if (!damaged) return Failed(damaged.error());
+  if (options.json) {
+    Json list = Json::array();
+    for (const DamagedCell& cell : *damaged) {
+      list.push_back({{"session", cell.session},
+                      {"layer", cell.layer},
+                      {"head", cell.head},
+                      {"position", cell.position},
+                      {"path", cell.path},
+                      {"offset", cell.offset},
+                      {"what", cell.what}});
+    }
+    PrintJson({{"cells", cells}, {"damaged", list}});
+  } else {
+    Table table({"SESSION", "LAYER", "HEAD", "POSITION", "FILE", "OFFSET", "WHAT"});
+    for (const DamagedCell& cell : *damaged) {
+      table.Add({cell.session, std::to_string(cell.layer), std::to_string(cell.head), std::to_string(cell.position), cell.path,
+                 std::to_string(cell.offset), cell.what});
+    }
+    if (!table.empty()) table.Print(stdout);
+    if (!options.quiet) {
+      fmt::print(stderr, "{} cells checked, {} damaged\n", FormatCount(cells), FormatCount(static_cast<int64_t>(damaged->size())));
+    }
+  }
+  return damaged->empty() ? 0 : 1;
+}
+
+}  // namespace kvcell::cli

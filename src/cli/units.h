@@ -1,0 +1,30 @@
+// Sizes, counts and times as people write and read them.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "kvcell/status.h"
+
+namespace kvcell::cli {
+
+// Reads `1500000`, `64MiB`, `64M` (both powers of 1024), `64MB` (powers of 1000), `1.5G`. kInvalidArgument names the text.
+Result<uint64_t> ParseSize(std::string_view text);
+// "4.2 MiB"; exact below 1 KiB.
+std::string FormatSize(uint64_t bytes);
+
+// Whole and decimal numbers within [low, high]; the whole text must be the number.
+Result<int64_t> ParseInteger(std::string_view text, int64_t low, int64_t high);
+Result<double> ParseDecimal(std::string_view text, double low, double high);
+// true, yes, on, 1 and their opposites.
+Result<bool> ParseBool(std::string_view text);
+
+// "123 ms", "4.6 s", "2 min 5 s".
+std::string FormatMilliseconds(double ms);
+// "6,023"
+std::string FormatCount(int64_t n);
+// Local date and time to the second.
+std::string FormatTime(int64_t unix_seconds);
+
+}  // namespace kvcell::cli
