@@ -106,12 +106,14 @@ std::vector<CodecPreset> MakePresets() {
   using enum SideSpec::Type;
   using enum SideSpec::Levels;
   const SideSpec f16;
-  const SideSpec i8 = {.type = kInt8, .rotate = true, .group = 64};
+  const SideSpec i8_k = {.type = kInt8, .rotate = true, .channel_offset = true, .group = 128};
+  const SideSpec i8_v = {.type = kInt8, .rotate = true, .group = 64};
   const SideSpec i4_k = {.type = kInt4, .levels = kLloydMax, .rotate = true, .channel_offset = true, .group = 32};
   const SideSpec i4_v = {.type = kInt4, .levels = kLloydMax, .rotate = true, .group = 64};
   return {
       {"f16", "half precision as appended: the reference, 16 bits per element", {f16, f16, "f16"}},
-      {"i8", "8-bit codes after a Hadamard rotation, one scale per 64 values: next to no loss, half the bytes", {i8, i8, "i8"}},
+      {"i8", "8-bit codes after a Hadamard rotation, K around its channel means: next to no loss, half the bytes",
+       {i8_k, i8_v, "i8"}},
       {"i4", "4-bit Lloyd-Max codes after a Hadamard rotation, K around its channel means: a bit over a quarter of the bytes",
        {i4_k, i4_v, "i4"}},
   };

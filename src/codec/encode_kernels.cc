@@ -6,6 +6,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
+#include <cpuid.h>
 #include <immintrin.h>
 #endif
 
@@ -46,12 +47,23 @@ constexpr char kName[] = "avx2";
 #endif
 
 namespace kvcell {
+namespace {
+
+#if defined(__x86_64__)
+// By CPUID itself, since clang's __builtin_cpu_supports doesn't know F16C.
+bool HasAvx2AndF16c() {
+  unsigned a, b, c, d;
+  return __builtin_cpu_supports("avx2") && __get_cpuid(1, &a, &b, &c, &d) != 0 && (c & bit_F16C) != 0;
+}
+#endif
+
+}  // namespace
 
 const EncodeKernels& BaselineEncodeKernels() { return encode_baseline::kKernels; }
 
 const EncodeKernels* Avx2EncodeKernels() {
 #if defined(__x86_64__)
-  static const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c");
+  static const bool has = HasAvx2AndF16c();
   return has ? &encode_avx2::kKernels : nullptr;
 #else
   return nullptr;

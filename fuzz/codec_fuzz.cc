@@ -1,0 +1,65 @@
+// Fuzzes what reads bytes and text from outside: codec specs, cell headers, and the decoding of cells whose payload is anything.
+#include <cstddef>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <span>
+#include <string_view>
+#include <vector>
+
+#include "codec/cell_codec.h"
+#include "kvcell/codec.h"
+
+namespace {
+
+using namespace kvcell;
+
+void Check(bool holds) {
+  if (!holds) std::abort();
+}
+
+// A spec that reads has a canonical text that reads as the same spec.
+void FuzzSpec(std::string_view text) {
+  const Result<CodecSpec> spec = ParseCodec(text);
+  if (!spec) {
+    Check(spec.error().code() == StatusCode::kInvalidArgument && spec.error().message().size() < 400);
+    return;
+  }
+  const Result<CodecSpec> again = ParseCodec(CodecText(*spec));
+  Check(again && *again == *spec);
+  Check(MakeCellLayout(*spec, 64, 80).has_value());
+}
+
+// Any bytes can be verified, and decoded where they have the layout's size; sealed once more, they are sound.
+void FuzzCell(std::span<const uint8_t> data) {
+  constexpr const char* kSpecs[] = {"f16", "i8", "i4", "k=int4:g128:sym,v=int4:g128:lloyd:rot", "k=f16,v=int8:g32:rot"};
+  constexpr int kDims[] = {1, 7, 16, 40, 65};
+  if (data.size() < 2) return;
+  const int dk = kDims[data[0] % 5];
+  const int dv = kDims[data[0] / 5 % 5];
+  const CellLayout layout = *MakeCellLayout(*ParseCodec(kSpecs[data[1] % 5]), dk, dv);
+  data = data.subspan(2);
+  const uint8_t key[16] = {};
+  (void)VerifyCell(std::as_bytes(data), 0, 0, 0, key);
+
+  std::vector<std::byte> cell(layout.bytes);
+  for (size_t i = 0; i < cell.size() && !data.empty(); ++i) cell[i] = std::byte(data[i % data.size()]);
+  std::vector<float> k(size_t(kBlockTokens) * size_t(dk)), v(size_t(kBlockTokens) * size_t(dv));
+  DecodeCell(layout, cell.data(), k.data(), v.data());
+
+  CellHeader header = {};
+  header.magic = kCellMagic;
+  header.version = kCellVersion;
+  header.bytes = layout.bytes;
+  std::memcpy(cell.data(), &header, sizeof(header));
+  SealHeader(cell.data(), 1, 2, 3, key, 4);
+  Check(VerifyCell(cell, 1, 2, 3, key).ok());
+}
+
+}  // namespace
+
+extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
+  FuzzSpec(std::string_view(reinterpret_cast<const char*>(data), size));
+  FuzzCell({data, size});
+  return 0;
+}
