@@ -167,6 +167,17 @@ void Partial::Reset(const HeadContext& head, int n_rows) {
   rotated_.assign(head.coded.v.spec.rotate ? values : 0, 0.0f);
 }
 
+void Partial::RaiseMax(const KernelSet& kernels, size_t row, float max) {
+  if (sum_[row] != 0.0f) {
+    const float factor = std::exp2(max_[row] - max);
+    const size_t at = row * static_cast<size_t>(stride_);
+    sum_[row] *= factor;
+    kernels.scale(values_.data() + at, stride_, factor);
+    if (!rotated_.empty()) kernels.scale(rotated_.data() + at, stride_, factor);
+  }
+  max_[row] = max;
+}
+
 namespace {
 
 // Rows [begin, end) of a cell that one row sees, as token numbers of the cell; empty where end <= begin.
@@ -200,6 +211,7 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
   const CellLayout& coded = head.coded;
   const auto n_rows = static_cast<size_t>(rows.n_rows);
   const Levels k_levels = MakeLevels(coded.k.spec.levels), v_levels = MakeLevels(coded.v.spec.levels);
+  const bool plain_scores = head.softcap <= 0.0f && rows.alibi_slope == nullptr;
   if (weights != nullptr) std::fill_n(weights, cells.size() * n_rows, CellWeight{kNone, 0.0f});
 
   for (size_t i = 0; i < cells.size(); ++i) {
@@ -251,6 +263,7 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
         }
       }
 
+      const auto at = static_cast<size_t>(n - 1);
       ScoreArgs score;
       score.codes = k.codes;
       score.prefetch = k.prefetch;
@@ -284,11 +297,11 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
         if (k.side->spec.channel_offset) {
           float offset_scale;
           std::memcpy(&offset_scale, cell.bytes + offsetof(CellHeader, k_offset_scale), sizeof(offset_scale));
-          kernels.offset_bias(cell.bytes + k.side->channel_offset, offset_scale, k.side->dim_padded,
-                              queries.coded_.data() + q_at, queries.stride_, n, scratch.bias);
+          kernels.offset_bias[at](cell.bytes + k.side->channel_offset, offset_scale, k.side->dim_padded,
+                                  queries.coded_.data() + q_at, queries.stride_, scratch.bias);
         }
       }
-      kernels.score[k.code][static_cast<size_t>(n - 1)](score);
+      kernels.score[k.code][at](score);
 
       ValueArgs value;
       value.codes = v.codes;
@@ -309,42 +322,36 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
         value.w_start = scratch.w_start;
       }
       for (int b = 0; b < n; ++b) {
+        if (plain_scores && seen[b].begin == 0 && seen[b].end == kBlockTokens) continue;
         const size_t r = row + static_cast<size_t>(b);
-        SoftmaxArgs softmax;
-        softmax.scores = scratch.scores + b * kBlockTokens;
-        softmax.begin = seen[b].begin;
-        softmax.end = seen[b].end;
-        softmax.max = state->max_[r];
-        softmax.softcap = head.softcap > 0.0f ? head.softcap * kLog2E : 0.0f;
+        AdjustArgs adjust;
+        adjust.scores = scratch.scores + b * kBlockTokens;
+        adjust.begin = seen[b].begin;
+        adjust.end = seen[b].end;
+        adjust.softcap = head.softcap > 0.0f ? head.softcap * kLog2E : 0.0f;
         if (rows.alibi_slope != nullptr) {
-          softmax.has_slope = true;
-          softmax.slope = rows.alibi_slope[r] * kLog2E;
-          softmax.first_distance = static_cast<float>(cell.position - (rows.end[r] - 1));
+          adjust.has_slope = true;
+          adjust.slope = rows.alibi_slope[r] * kLog2E;
+          adjust.first_distance = static_cast<float>(cell.position - (rows.end[r] - 1));
         }
-        kernels.softmax(&softmax);
-        if (softmax.max > state->max_[r]) {
-          if (state->sum_[r] != 0.0f) {
-            const float factor = std::exp2(state->max_[r] - softmax.max);
-            state->sum_[r] *= factor;
-            kernels.scale(state->values_.data() + r * static_cast<size_t>(state->stride_), state->stride_, factor);
-            if (!state->rotated_.empty()) {
-              kernels.scale(state->rotated_.data() + r * static_cast<size_t>(state->stride_), state->stride_, factor);
-            }
-          }
-          state->max_[r] = softmax.max;
-        }
-        state->sum_[r] += softmax.sum;
-        if (weights != nullptr) weights[i * n_rows + r] = {softmax.max, softmax.sum};
-        const int group = b * value.n_groups;
-        if (v.code == kCodeInt4) {
-          kernels.weights8(softmax.scores, scratch.v_scale, value.n_groups, v_levels, scratch.w8 + group * kWeightStride,
-                           scratch.w_scale + group, scratch.w_start + group);
-        } else if (v.code == kCodeInt8) {
-          kernels.weights16(softmax.scores, scratch.v_scale, value.n_groups, scratch.w16 + group * kBlockTokens,
-                            scratch.w_scale + group);
-        }
+        kernels.adjust(adjust);
       }
-      kernels.value[v.code][static_cast<size_t>(n - 1)](value);
+      float max[kMaxRows], sum[kMaxRows];
+      std::copy_n(state->max_.data() + row, n, max);
+      kernels.softmax[at](scratch.scores, max, sum);
+      for (int b = 0; b < n; ++b) {
+        const size_t r = row + static_cast<size_t>(b);
+        if (max[b] > state->max_[r]) state->RaiseMax(kernels, r, max[b]);
+        state->sum_[r] += sum[b];
+        if (weights != nullptr) weights[i * n_rows + r] = {max[b], sum[b]};
+      }
+      if (v.code == kCodeInt4) {
+        kernels.weights8[at](scratch.scores, scratch.v_scale, value.n_groups, v_levels, scratch.w8, scratch.w_scale,
+                             scratch.w_start);
+      } else if (v.code == kCodeInt8) {
+        kernels.weights16[at](scratch.scores, scratch.v_scale, value.n_groups, scratch.w16, scratch.w_scale);
+      }
+      kernels.value[v.code][at](value);
       r0 += n;
     }
   }

@@ -83,6 +83,9 @@ class Partial {
 
  private:
   friend struct AttentionAccess;
+  // Makes `max` the reference that a row's sums are relative to.
+  void RaiseMax(const attention_internal::KernelSet& kernels, size_t row, float max);
+
   int32_t n_rows_ = 0;
   int32_t stride_ = 0;            // padded dv
   std::vector<float> max_;        // [n_rows] of scores in units of log2; -inf: no token seen

@@ -61,12 +61,10 @@ struct ValueArgs {
   int acc_stride = 0;
 };
 
-// One row's scores of one cell to softmax weights.
-struct SoftmaxArgs {
-  float* scores = nullptr;   // [64] in: scores; out: weights 2^(score - max), zero outside [begin, end)
-  int begin = 0, end = 0;    // tokens that the row sees; begin < end
-  float max = 0.0f;          // in and out: the running maximum
-  float sum = 0.0f;          // out: of the weights
+// What turns one row's products into scores where that takes more than the products themselves.
+struct AdjustArgs {
+  float* scores = nullptr;   // [64]; tokens outside [begin, end) become -inf
+  int begin = 0, end = 0;    // tokens that the row sees
   float softcap = 0.0f;      // > 0: scores are softcap * tanh(score), in units of log2
   float slope = 0.0f;        // with `has_slope`: score += slope * (first_distance + token), in units of log2
   float first_distance = 0.0f;
@@ -89,20 +87,26 @@ struct KernelSet {
   int copies;
   // f16 [n_groups][64 / rows_per_scale] to [n_groups][64], zero outside [begin, end).
   void (*expand_scales)(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out);
-  // bias[r] = scale * (q[r] . offset), both [dim_padded], offset int8.
-  void (*offset_bias)(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, int n_rows,
-                      float* bias);
-  using ScoreFn = void (*)(const ScoreArgs&);
-  using ValueFn = void (*)(const ValueArgs&);
-  std::array<std::array<ScoreFn, kMaxRows>, 3> score;  // [Code][rows - 1]
-  std::array<std::array<ValueFn, kMaxRows>, 3> value;
-  void (*softmax)(SoftmaxArgs*);
-  // w[g][t] = round(p[t] * v_scale[g][t] / w_scale[g]), w_scale chosen so that the largest is levels.top (32767 for int16).
-  void (*weights8)(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
-                   int32_t* w_start);
-  void (*weights16)(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale);
+  void (*adjust)(const AdjustArgs&);
   // x[0, n) *= factor, n a multiple of 16.
   void (*scale)(float* x, int n, float factor);
+
+  // The rest for 1 to kMaxRows rows: [rows - 1].
+  template <typename Function>
+  using PerRows = std::array<Function*, kMaxRows>;
+  // bias[r] = scale * (q[r] . offset), both [dim_padded], offset int8.
+  PerRows<void(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, float* bias)> offset_bias;
+  std::array<PerRows<void(const ScoreArgs&)>, 3> score;  // [Code]
+  std::array<PerRows<void(const ValueArgs&)>, 3> value;
+  // Scores [rows][64] to weights 2^(score - max), `max` [rows] being raised to the rows' largest scores first, and `sum`
+  // [rows] the sums of the weights.
+  PerRows<void(float* scores, float* max, float* sum)> softmax;
+  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is levels.top (32767 for
+  // int16). p: [rows][64].
+  PerRows<void(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
+               int32_t* w_start)>
+      weights8;
+  PerRows<void(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale)> weights16;
 };
 
 // 2^f for f in [-0.5, 0.5], relative error below 1.6e-7 before rounding (minimax of degree 5, the constant term set to 1 so

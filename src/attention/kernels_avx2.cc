@@ -34,29 +34,57 @@ KVCELL_INLINE __m256i Broadcast8(const void* p) {
 }
 KVCELL_INLINE void Prefetch(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T0); }
 
-KVCELL_INLINE float Sum(__m256 x) {
-  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
-}
-KVCELL_INLINE float Max(__m256 x) {
-  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
-  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
-  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+// The sums or largest lanes of up to four rows, side by side: (row 0, row 1, row 2, row 3).
+template <int R, typename Op>
+KVCELL_INLINE __m128 Reduce(const __m256 x[R], Op op) {
+  const __m256 a = x[0], b = x[R > 1 ? 1 : 0], c = x[R > 2 ? 2 : 0], d = x[R > 3 ? 3 : 0];
+  const __m256 ab = op(_mm256_unpacklo_ps(a, b), _mm256_unpackhi_ps(a, b));
+  const __m256 cd = op(_mm256_unpacklo_ps(c, d), _mm256_unpackhi_ps(c, d));
+  const __m256 y = op(_mm256_shuffle_ps(ab, cd, 0x44), _mm256_shuffle_ps(ab, cd, 0xEE));
+  return op(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
 }
 
-// 2^x for x <= 0; NaN stays NaN.
+struct AddOp {
+  KVCELL_INLINE __m256 operator()(__m256 a, __m256 b) const { return _mm256_add_ps(a, b); }
+  KVCELL_INLINE __m128 operator()(__m128 a, __m128 b) const { return _mm_add_ps(a, b); }
+};
+struct MaxOp {
+  KVCELL_INLINE __m256 operator()(__m256 a, __m256 b) const { return _mm256_max_ps(a, b); }
+  KVCELL_INLINE __m128 operator()(__m128 a, __m128 b) const { return _mm_max_ps(a, b); }
+};
+
+// Stores the first R lanes.
+template <int R>
+KVCELL_INLINE void StoreRows(float* p, __m128 x) {
+  if (R == 4) {
+    _mm_storeu_ps(p, x);
+  } else {
+    alignas(16) float lanes[4];
+    _mm_store_ps(lanes, x);
+    for (int r = 0; r < R; ++r) p[r] = lanes[r];
+  }
+}
+
+template <int R>
+KVCELL_INLINE __m128 LoadRows(const float* p) {
+  if (R == 4) return _mm_loadu_ps(p);
+  alignas(16) float lanes[4] = {};
+  for (int r = 0; r < R; ++r) lanes[r] = p[r];
+  return _mm_load_ps(lanes);
+}
+
+// 2^x for x <= 0; NaN stays NaN. Adding `round` leaves round(x) + 127, the exponent of the result, in the low bits.
 KVCELL_INLINE __m256 Exp2(__m256 x) {
+  const __m256 round = _mm256_set1_ps(12582912.0f + 127.0f);  // 1.5 * 2^23 + 127
   x = _mm256_max_ps(_mm256_set1_ps(kExp2Min), x);
-  const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-  const __m256 f = _mm256_sub_ps(x, n);
+  const __m256 n = _mm256_add_ps(x, round);
+  const __m256 f = _mm256_sub_ps(x, _mm256_sub_ps(n, round));
   __m256 p = _mm256_fmadd_ps(_mm256_set1_ps(kExp2[5]), f, _mm256_set1_ps(kExp2[4]));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[3]));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[2]));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[1]));
   p = _mm256_fmadd_ps(p, f, _mm256_set1_ps(kExp2[0]));
-  const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
-  return _mm256_mul_ps(p, _mm256_castsi256_ps(exponent));
+  return _mm256_mul_ps(p, _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(n), 23)));
 }
 
 // tanh through 2^x: absolute error below 3e-7.
@@ -98,17 +126,17 @@ KVCELL_INLINE __m256 LoadInt8(const std::byte* p) {
   return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
 }
 
-void OffsetBias(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, int n_rows,
-                float* bias) {
-  for (int r = 0; r < n_rows; ++r) {
-    const float* row = q + static_cast<ptrdiff_t>(r) * q_stride;
-    __m256 a = _mm256_setzero_ps(), b = _mm256_setzero_ps();
-    for (int c = 0; c < dim_padded; c += 16) {
-      a = _mm256_fmadd_ps(LoadInt8(offset + c), _mm256_loadu_ps(row + c), a);
-      b = _mm256_fmadd_ps(LoadInt8(offset + c + 8), _mm256_loadu_ps(row + c + 8), b);
-    }
-    bias[r] = Sum(_mm256_add_ps(a, b)) * scale;
+template <int R>
+void OffsetBias(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, float* bias) {
+  __m256 s[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) s[r] = _mm256_setzero_ps();
+  for (int c = 0; c < dim_padded; c += 8) {
+    const __m256 o = LoadInt8(offset + c);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) s[r] = _mm256_fmadd_ps(o, _mm256_loadu_ps(q + static_cast<ptrdiff_t>(r) * q_stride + c), s[r]);
   }
+  StoreRows<R>(bias, _mm_mul_ps(Reduce<R>(s, AddOp()), _mm_set1_ps(scale)));
 }
 
 // Decodes 32 code bytes to 64 levels: the low nibbles' in `lo`, the high nibbles' in `hi`.
@@ -350,57 +378,76 @@ void ValueF16(const ValueArgs& a) {
   }
 }
 
-void Softmax(SoftmaxArgs* a) {
-  const bool whole = a->begin == 0 && a->end == kBlockTokens;
-  const int t_begin = a->begin / 8 * 8;
-  const bool plain = a->softcap <= 0.0f && !a->has_slope;
+void Adjust(const AdjustArgs& a) {
   const __m256 none = _mm256_set1_ps(-__builtin_inff());
-  __m256 max = none;
-  for (int t = t_begin; t < a->end; t += 8) {
-    __m256 s = _mm256_loadu_ps(a->scores + t);
-    if (!plain) {
-      if (a->softcap > 0.0f) s = _mm256_mul_ps(Tanh(s), _mm256_set1_ps(a->softcap));
-      if (a->has_slope) {
-        const __m256 lane = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
-        const __m256 distance = _mm256_add_ps(_mm256_set1_ps(a->first_distance + static_cast<float>(t)), lane);
-        s = _mm256_fmadd_ps(distance, _mm256_set1_ps(a->slope), s);
-      }
-      _mm256_storeu_ps(a->scores + t, s);
+  const __m256 lane = _mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7);
+  for (int t = 0; t < kBlockTokens; t += 8) {
+    __m256 s = _mm256_loadu_ps(a.scores + t);
+    if (a.softcap > 0.0f) s = _mm256_mul_ps(Tanh(s), _mm256_set1_ps(a.softcap));
+    if (a.has_slope) {
+      const __m256 distance = _mm256_add_ps(_mm256_set1_ps(a.first_distance + static_cast<float>(t)), lane);
+      s = _mm256_fmadd_ps(distance, _mm256_set1_ps(a.slope), s);
     }
-    if (!whole) s = _mm256_blendv_ps(none, s, LaneMask(t, a->begin, a->end));
-    max = _mm256_max_ps(max, s);
+    _mm256_storeu_ps(a.scores + t, _mm256_blendv_ps(none, s, LaneMask(t, a.begin, a.end)));
   }
-  const float cell_max = Max(max);
-  if (cell_max > a->max) a->max = cell_max;
-  const __m256 top = _mm256_set1_ps(a->max);
-  __m256 sum = _mm256_setzero_ps();
-  for (int t = 0; t < t_begin; t += 8) _mm256_storeu_ps(a->scores + t, _mm256_setzero_ps());
-  int t = t_begin;
-  for (; t < a->end; t += 8) {
-    __m256 p = Exp2(_mm256_sub_ps(_mm256_loadu_ps(a->scores + t), top));
-    if (!whole) p = _mm256_and_ps(p, LaneMask(t, a->begin, a->end));
-    _mm256_storeu_ps(a->scores + t, p);
-    sum = _mm256_add_ps(sum, p);
-  }
-  for (; t < kBlockTokens; t += 8) _mm256_storeu_ps(a->scores + t, _mm256_setzero_ps());
-  a->sum = Sum(sum);
 }
 
-// The products p * v_scale of one group and the factor that takes the largest of them to `top`; 0 where they are too small.
-KVCELL_INLINE float ScaledWeights(const float* p, const float* v_scale, float top, __m256 w[8], float* w_scale) {
-  __m256 max = _mm256_setzero_ps();
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) {
-    w[i] = _mm256_mul_ps(_mm256_loadu_ps(p + i * 8), _mm256_loadu_ps(v_scale + i * 8));
-    max = _mm256_max_ps(max, w[i]);
+template <int R>
+void Softmax(float* scores, float* max, float* sum) {
+  __m256 x[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) x[r] = _mm256_loadu_ps(scores + r * kBlockTokens);
+  for (int t = 8; t < kBlockTokens; t += 8) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) x[r] = _mm256_max_ps(x[r], _mm256_loadu_ps(scores + r * kBlockTokens + t));
   }
-  const float largest = Max(max);
-  const bool counts = largest > kMinWeight;
-  *w_scale = counts ? largest / top : 0.0f;
-  return counts ? top / largest : 0.0f;
+  StoreRows<R>(max, _mm_max_ps(Reduce<R>(x, MaxOp()), LoadRows<R>(max)));
+  __m256 top[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    top[r] = _mm256_broadcast_ss(max + r);
+    x[r] = _mm256_setzero_ps();
+  }
+  for (int t = 0; t < kBlockTokens; t += 8) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256 p = Exp2(_mm256_sub_ps(_mm256_loadu_ps(scores + r * kBlockTokens + t), top[r]));
+      _mm256_storeu_ps(scores + r * kBlockTokens + t, p);
+      x[r] = _mm256_add_ps(x[r], p);
+    }
+  }
+  StoreRows<R>(sum, Reduce<R>(x, AddOp()));
 }
 
-KVCELL_INLINE __m256i RoundPair(__m256 x, __m256 y, __m256 inverse) {
+// For each row the largest product p * v_scale of one group: what takes it to `top` (0 where it is too small to count) goes
+// to `inverse`, and its inverse to `w_scale` [rows][n_groups].
+template <int R>
+KVCELL_INLINE void WeightScales(const float* p, const float* v_scale, float top, int n_groups, float inverse[4],
+                                float* w_scale) {
+  __m256 largest[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) largest[r] = _mm256_setzero_ps();
+  for (int t = 0; t < kBlockTokens; t += 8) {
+    const __m256 scale = _mm256_loadu_ps(v_scale + t);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      largest[r] = _mm256_max_ps(largest[r], _mm256_mul_ps(scale, _mm256_loadu_ps(p + r * kBlockTokens + t)));
+    }
+  }
+  const __m128 most = Reduce<R>(largest, MaxOp());
+  const __m128 counts = _mm_cmpgt_ps(most, _mm_set1_ps(kMinWeight));
+  const __m128 tops = _mm_set1_ps(top);
+  _mm_store_ps(inverse, _mm_and_ps(counts, _mm_div_ps(tops, most)));
+  alignas(16) float scales[4];
+  _mm_store_ps(scales, _mm_and_ps(counts, _mm_div_ps(most, tops)));
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) w_scale[r * n_groups] = scales[r];
+}
+
+// 16 rounded weights as int16, in the order 0-3, 8-11 | 4-7, 12-15 of packs.
+KVCELL_INLINE __m256i RoundPair(const float* p, const float* v_scale, __m256 inverse) {
+  const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p), _mm256_loadu_ps(v_scale));
+  const __m256 y = _mm256_mul_ps(_mm256_loadu_ps(p + 8), _mm256_loadu_ps(v_scale + 8));
   return _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(x, inverse)), _mm256_cvtps_epi32(_mm256_mul_ps(y, inverse)));
 }
 
@@ -410,39 +457,52 @@ KVCELL_INLINE int32_t Sum(__m256i x) {
   return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xB1)));
 }
 
+template <int R>
 void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
               int32_t* w_start) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
   const __m256i ones8 = _mm256_set1_epi8(1), ones16 = _mm256_set1_epi16(1);
-  const float top = static_cast<float>(levels.top);
-  for (int g = 0; g < n_groups; ++g, w += kWeightStride) {
-    __m256 x[8];
-    const __m256 inverse = _mm256_set1_ps(ScaledWeights(p, v_scale + g * kBlockTokens, top, x, w_scale + g));
-    alignas(32) int8_t packed[kBlockTokens];
-    __m256i sum = _mm256_setzero_si256();
+  alignas(32) int8_t packed[R][kBlockTokens];
+  alignas(16) float inverse[4];
+  for (int g = 0; g < n_groups; ++g, v_scale += kBlockTokens) {
+    WeightScales<R>(p, v_scale, static_cast<float>(levels.top), n_groups, inverse, w_scale + g);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256 factor = _mm256_broadcast_ss(inverse + r);
+      const float* row = p + r * kBlockTokens;
+      __m256i sum = _mm256_setzero_si256();
 #pragma GCC unroll 2
-    for (int h = 0; h < 2; ++h) {
-      __m256i bytes = _mm256_packs_epi16(RoundPair(x[4 * h], x[4 * h + 1], inverse),
-                                         RoundPair(x[4 * h + 2], x[4 * h + 3], inverse));
-      sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(ones8, bytes));
-      _mm256_store_si256(reinterpret_cast<__m256i*>(packed + 32 * h), _mm256_permutevar8x32_epi32(bytes, order));
+      for (int t = 0; t < kBlockTokens; t += 32) {
+        const __m256i bytes = _mm256_packs_epi16(RoundPair(row + t, v_scale + t, factor),
+                                                 RoundPair(row + t + 16, v_scale + t + 16, factor));
+        sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(ones8, bytes));
+        _mm256_store_si256(reinterpret_cast<__m256i*>(packed[r] + t), _mm256_permutevar8x32_epi32(bytes, order));
+      }
+      w_start[r * n_groups + g] = -levels.bias * Sum(_mm256_madd_epi16(sum, ones16));
     }
-    w_start[g] = -levels.bias * Sum(_mm256_madd_epi16(sum, ones16));
+    for (int r = 0; r < R; ++r) {
+      int8_t* out = w + static_cast<ptrdiff_t>(r * n_groups + g) * kWeightStride;
 #pragma GCC unroll 16
-    for (int i = 0; i < kBlockTokens / 4; ++i) {
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(w + i * 4 * kCopies), Broadcast4(packed + i * 4));
+      for (int i = 0; i < kBlockTokens / 4; ++i) {
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i * 4 * kCopies), Broadcast4(packed[r] + i * 4));
+      }
     }
   }
 }
 
+template <int R>
 void Weights16(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale) {
-  for (int g = 0; g < n_groups; ++g) {
-    __m256 x[8];
-    const __m256 inverse = _mm256_set1_ps(ScaledWeights(p, v_scale + g * kBlockTokens, 32767.0f, x, w_scale + g));
+  alignas(16) float inverse[4];
+  for (int g = 0; g < n_groups; ++g, v_scale += kBlockTokens) {
+    WeightScales<R>(p, v_scale, 32767.0f, n_groups, inverse, w_scale + g);
+    for (int r = 0; r < R; ++r) {
+      const __m256 factor = _mm256_broadcast_ss(inverse + r);
+      int16_t* out = w + static_cast<ptrdiff_t>(r * n_groups + g) * kBlockTokens;
 #pragma GCC unroll 4
-    for (int h = 0; h < 4; ++h) {
-      const __m256i words = _mm256_permute4x64_epi64(RoundPair(x[2 * h], x[2 * h + 1], inverse), 0xD8);
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(w + g * kBlockTokens + 16 * h), words);
+      for (int t = 0; t < kBlockTokens; t += 16) {
+        const __m256i words = _mm256_permute4x64_epi64(RoundPair(p + r * kBlockTokens + t, v_scale + t, factor), 0xD8);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + t), words);
+      }
     }
   }
 }
@@ -475,17 +535,18 @@ const KernelSet& Avx2Kernels() {
       .available = Avx2Available,
       .copies = kCopies,
       .expand_scales = ExpandScales,
-      .offset_bias = OffsetBias,
+      .adjust = Adjust,
+      .scale = Scale,
+      .offset_bias = {OffsetBias<1>, OffsetBias<2>, OffsetBias<3>, OffsetBias<4>},
       .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
                  {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
                  {ScoreInt4<1>, ScoreInt4<2>, ScoreInt4<3>, ScoreInt4<4>}}},
       .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
                  {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
                  {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
-      .softmax = Softmax,
-      .weights8 = Weights8,
-      .weights16 = Weights16,
-      .scale = Scale,
+      .softmax = {Softmax<1>, Softmax<2>, Softmax<3>, Softmax<4>},
+      .weights8 = {Weights8<1>, Weights8<2>, Weights8<3>, Weights8<4>},
+      .weights16 = {Weights16<1>, Weights16<2>, Weights16<3>, Weights16<4>},
   };
   return kernels;
 }

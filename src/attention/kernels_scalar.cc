@@ -44,9 +44,9 @@ void ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int
   }
 }
 
-void OffsetBias(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, int n_rows,
-                float* bias) {
-  for (int r = 0; r < n_rows; ++r) {
+template <int R>
+void OffsetBias(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, float* bias) {
+  for (int r = 0; r < R; ++r) {
     float sum = 0.0f;
     for (int c = 0; c < dim_padded; ++c) sum += LoadInt8(offset + c) * q[r * q_stride + c];
     bias[r] = sum * scale;
@@ -164,19 +164,24 @@ void ValueF16(const ValueArgs& a) {
   }
 }
 
-void Softmax(SoftmaxArgs* a) {
-  for (int t = a->begin; t < a->end; ++t) {
-    float s = a->scores[t];
-    if (a->softcap > 0.0f) s = Tanh(s) * a->softcap;
-    if (a->has_slope) s += (a->first_distance + static_cast<float>(t)) * a->slope;
-    a->scores[t] = s;
-    if (s > a->max) a->max = s;
-  }
-  a->sum = 0.0f;
+void Adjust(const AdjustArgs& a) {
   for (int t = 0; t < kBlockTokens; ++t) {
-    const bool seen = t >= a->begin && t < a->end;
-    a->scores[t] = seen ? Exp2(a->scores[t] - a->max) : 0.0f;
-    a->sum += a->scores[t];
+    float s = a.scores[t];
+    if (a.softcap > 0.0f) s = Tanh(s) * a.softcap;
+    if (a.has_slope) s += (a.first_distance + static_cast<float>(t)) * a.slope;
+    a.scores[t] = t >= a.begin && t < a.end ? s : -std::numeric_limits<float>::infinity();
+  }
+}
+
+template <int R>
+void Softmax(float* scores, float* max, float* sum) {
+  for (int r = 0; r < R; ++r, scores += kBlockTokens) {
+    for (int t = 0; t < kBlockTokens; ++t) max[r] = std::max(max[r], scores[t]);
+    sum[r] = 0.0f;
+    for (int t = 0; t < kBlockTokens; ++t) {
+      scores[t] = Exp2(scores[t] - max[r]);
+      sum[r] += scores[t];
+    }
   }
 }
 
@@ -196,23 +201,31 @@ Weight RoundWeight(float x) {
   return x > 0.0f ? static_cast<Weight>(std::nearbyint(std::min(x, kMost))) : Weight{0};
 }
 
+template <int R>
 void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
               int32_t* w_start) {
-  for (int g = 0; g < n_groups; ++g, w += kWeightStride, v_scale += kBlockTokens) {
-    const float inverse = InverseScale(p, v_scale, static_cast<float>(levels.top), w_scale + g);
-    int32_t sum = 0;
-    for (int t = 0; t < kBlockTokens; ++t) {
-      w[t] = RoundWeight<int8_t>(p[t] * v_scale[t] * inverse);
-      sum += w[t];
+  for (int r = 0; r < R; ++r, p += kBlockTokens) {
+    for (int g = 0; g < n_groups; ++g, w += kWeightStride) {
+      const float* scale = v_scale + g * kBlockTokens;
+      const float inverse = InverseScale(p, scale, static_cast<float>(levels.top), w_scale++);
+      int32_t sum = 0;
+      for (int t = 0; t < kBlockTokens; ++t) {
+        w[t] = RoundWeight<int8_t>(p[t] * scale[t] * inverse);
+        sum += w[t];
+      }
+      *w_start++ = -levels.bias * sum;
     }
-    w_start[g] = -levels.bias * sum;
   }
 }
 
+template <int R>
 void Weights16(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale) {
-  for (int g = 0; g < n_groups; ++g, w += kBlockTokens, v_scale += kBlockTokens) {
-    const float inverse = InverseScale(p, v_scale, 32767.0f, w_scale + g);
-    for (int t = 0; t < kBlockTokens; ++t) w[t] = RoundWeight<int16_t>(p[t] * v_scale[t] * inverse);
+  for (int r = 0; r < R; ++r, p += kBlockTokens) {
+    for (int g = 0; g < n_groups; ++g, w += kBlockTokens) {
+      const float* scale = v_scale + g * kBlockTokens;
+      const float inverse = InverseScale(p, scale, 32767.0f, w_scale++);
+      for (int t = 0; t < kBlockTokens; ++t) w[t] = RoundWeight<int16_t>(p[t] * scale[t] * inverse);
+    }
   }
 }
 
@@ -230,17 +243,18 @@ const KernelSet& ScalarKernels() {
       .available = Available,
       .copies = 1,
       .expand_scales = ExpandScales,
-      .offset_bias = OffsetBias,
+      .adjust = Adjust,
+      .scale = Scale,
+      .offset_bias = {OffsetBias<1>, OffsetBias<2>, OffsetBias<3>, OffsetBias<4>},
       .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
                  {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
                  {ScoreInt4<1>, ScoreInt4<2>, ScoreInt4<3>, ScoreInt4<4>}}},
       .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
                  {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
                  {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
-      .softmax = Softmax,
-      .weights8 = Weights8,
-      .weights16 = Weights16,
-      .scale = Scale,
+      .softmax = {Softmax<1>, Softmax<2>, Softmax<3>, Softmax<4>},
+      .weights8 = {Weights8<1>, Weights8<2>, Weights8<3>, Weights8<4>},
+      .weights16 = {Weights16<1>, Weights16<2>, Weights16<3>, Weights16<4>},
   };
   return kernels;
 }
