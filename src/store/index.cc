@@ -240,13 +240,13 @@ Result<std::unique_ptr<Index>> Index::Open(const File& file, const StoreOptions&
   auto database = Database::Open(file.path(), options.read_only);
   if (!database) return Fail(database.error());
   std::unique_ptr<Index> index(new Index(std::move(*database)));
-  if (!*founded) KVCELL_FAIL_IF_ERROR(index->Found());
   if (!options.read_only) {
     constexpr std::array<const char*, 3> kSynchronous = {"PRAGMA synchronous=OFF", "PRAGMA synchronous=NORMAL",
                                                          "PRAGMA synchronous=FULL"};
+    KVCELL_FAIL_IF_ERROR(index->database_->Run(kSynchronous.at(static_cast<size_t>(options.durability))));
+    if (!*founded) KVCELL_FAIL_IF_ERROR(index->Found());
     KVCELL_FAIL_IF_ERROR(
         index->database_->Run("PRAGMA journal_mode=WAL; PRAGMA secure_delete=ON; PRAGMA temp_store=MEMORY;"));
-    KVCELL_FAIL_IF_ERROR(index->database_->Run(kSynchronous.at(static_cast<size_t>(options.durability))));
   }
   KVCELL_FAIL_IF_ERROR(index->Recognise());
   return index;

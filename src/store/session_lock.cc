@@ -39,8 +39,9 @@ Status LockWithPid(const File& file, const std::string& what) {
                                                  what, HolderOf(file)));
   }
   const std::string pid = fmt::format("{}\n", ::getpid());
-  KVCELL_RETURN_IF_ERROR(file.Truncate(0));
-  return file.WriteAt(0, std::as_bytes(std::span(pid)));
+  (void)file.Truncate(0);  // the lock is what counts; without a number (a full disk) others name no process
+  (void)file.WriteAt(0, std::as_bytes(std::span(pid)));
+  return OkStatus();
 }
 
 class SessionLocks::Held : public Store::SessionLock {

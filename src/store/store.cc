@@ -23,6 +23,11 @@ Status ReadOnly(const std::string& path) {
                 fmt::format("store {} is open for inspection only: open it for writing", path));
 }
 
+Status NoSession(const std::string& path, const std::string& name) {
+  return Status(StatusCode::kNotFound,
+                fmt::format("store {} has no session '{}': `kvcell sessions list` shows them", path, name));
+}
+
 // Waits while another process opens the store; whoever holds this founds or tidies it.
 Status WaitForLock(const File& file, const std::string& what) {
   const auto end = SteadyNow() + kOpenTimeout;
@@ -131,6 +136,7 @@ Status StoreImpl::OpenFiles() {
 
 StoreImpl::~StoreImpl() {
   if (segments_ == nullptr || index_ == nullptr || options_.read_only) return;
+  if (in_doubt_ && !SettleIndex()) return;
   // What was never committed goes now; if that fails, the next one to open the store does it.
   for (const auto& [segment, file] : segments_->TakeOwned()) (void)ReclaimSegment(file, segment);
 }
@@ -330,6 +336,7 @@ Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2]) {
   const Status status = CommitRows(record, shapes, *revision, &pending);
   if (!status.ok()) {
     record->last_used = before;
+    if (pending.in_doubt && !SettleIndex()) segments_->MarkCommitted(pending.registered);
     for (const auto& place : pending.held) segments_->Release(place);
     return status;
   }
@@ -364,7 +371,14 @@ Status StoreImpl::CommitRows(SessionRecord* record, const CellSetShape shapes[2]
   auto emptied = index_->DeleteUnusedBlocks(pending->old_blocks);
   if (!emptied) return emptied.error();
   pending->emptied.insert(pending->emptied.end(), emptied->begin(), emptied->end());
-  return transaction.Commit();
+  const Status status = transaction.Commit();
+  pending->in_doubt = !status.ok();
+  return status;
+}
+
+bool StoreImpl::SettleIndex() {
+  in_doubt_ = !index_->ReserveGenerations(1);
+  return !in_doubt_;
 }
 
 // Shares the stored block of the same key and tokens, or stores this one.
@@ -457,8 +471,7 @@ Result<SessionRecord> StoreImpl::Load(const std::string& name) {
     const auto row = index_->FindSession(name);
     if (!row) return Fail(row.error());
     if (!*row)
-      return Fail(StatusCode::kNotFound,
-                  fmt::format("store {} has no session '{}': `kvcell sessions list` shows them", path_, name));
+      return Fail(NoSession(path_, name));
     auto record = LoadHeld(**row);
     // What was read belongs together only if nobody saved or removed the session meanwhile; held since, its cells stay.
     const auto again = index_->FindSession(name);
@@ -534,39 +547,54 @@ Status StoreImpl::Remove(const std::string& name, bool erase) {
   const auto session_lock = LockUnlessHeld(name);
   if (!session_lock) return session_lock.error();
   const std::lock_guard lock(mutex_);
+  std::vector<ExtentKey> emptied;
+  Status status = RemoveRows(name, erase ? Removal::kErase : Removal::kPlain, &emptied);
+  if (status.code() == StatusCode::kNoSpace) {
+    // A full disk has no room to write even that less is used: the cells, which nobody is to read again, make some.
+    (void)RemoveRows(name, Removal::kCellsAlone, &emptied);
+    status = RemoveRows(name, erase ? Removal::kErase : Removal::kPlain, &emptied);
+  }
+  if (!status.ok()) return status;
+  for (const auto& key : emptied) {
+    const auto freed = CollectExtent(key, erase);
+    if (erase && !freed) return freed.error();
+  }
+  return erase ? EraseIndexLog() : OkStatus();
+}
+
+Status StoreImpl::RemoveRows(const std::string& name, Removal removal, std::vector<ExtentKey>* emptied) {
   Transaction transaction(index_->database());
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
   const auto id = index_->SessionId(name);
   if (!id) return id.error();
-  if (!*id)
-    return Status(StatusCode::kNotFound,
-                  fmt::format("store {} has no session '{}': `kvcell sessions list` shows them", path_, name));
+  if (!*id) return NoSession(path_, name);
   const auto links = index_->ReadLinks(**id);
   if (!links) return links.error();
   KVCELL_RETURN_IF_ERROR(index_->DeleteSession(**id));
   std::vector<int64_t> blocks;
   for (const auto& link : *links) blocks.push_back(link.block);
-  const auto emptied = index_->DeleteUnusedBlocks(blocks);
-  if (!emptied) return emptied.error();
+  auto extents = index_->DeleteUnusedBlocks(blocks);
+  if (!extents) return extents.error();
+  *emptied = std::move(*extents);
   for (const auto& key : *emptied) {
-    if (!erase) break;
+    if (removal == Removal::kPlain) break;
     const auto extent = index_->FindExtent(key);
     if (!extent || !*extent) continue;
     const auto used = index_->UsedBlocks(**extent);
     if (!used) return used.error();
-    const auto free = segments_->CanFree(key, UnusedBlocks(**extent, *used));
+    const auto unused = UnusedBlocks(**extent, *used);
+    if (removal == Removal::kCellsAlone) {
+      (void)segments_->Free(key, (*extent)->shape, (*extent)->n_blocks, unused, false, false);
+      continue;
+    }
+    const auto free = segments_->CanFree(key, unused);
     if (!free) return free.error();
     if (!*free) {
       return Status(StatusCode::kBusy,
                     fmt::format("cells of session '{}' are in use by a running process: end it, then erase", name));
     }
   }
-  KVCELL_RETURN_IF_ERROR(transaction.Commit());
-  for (const auto& key : *emptied) {
-    const auto freed = CollectExtent(key, erase);
-    if (erase && !freed) return freed.error();
-  }
-  return erase ? EraseIndexLog() : OkStatus();
+  return removal == Removal::kCellsAlone ? OkStatus() : transaction.Commit();
 }
 
 // Deleted rows are zeroed as they go (secure_delete), but pages that were rebalanced may keep copies: the whole file is
