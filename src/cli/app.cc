@@ -22,8 +22,9 @@ class Program {
   Program() {
     app_.set_version_flag("--version", "kvcell " KVCELL_VERSION);
     app_.require_subcommand(1);
-    app_.footer("`kvcell COMMAND --help` shows a command's options with an example. Every option can also be set as\n"
-                "KVCELL_NAME in the environment and in a YAML file (`kvcell config show` tells what is in force).");
+    app_.footer(
+        "`kvcell COMMAND --help` shows a command's options with an example. Every option can also be set as\n"
+        "KVCELL_NAME in the environment and in a YAML file (`kvcell config show` tells what is in force).");
     AddRun();
     AddChat();
     AddSessions();
@@ -85,17 +86,19 @@ class Program {
   void AddRun() {
     CLI::App* command = Command(&app_, "run", "feeds a prompt and prints the answer as it comes",
                                 "kvcell run -m model.gguf -f report.txt -p 'What does it conclude?' --session report");
-    parser_.Offer(command, {"model",  "prompt", "file",   "max-tokens", "temp",          "top-k",      "top-p",
-                            "min-p",  "seed",   "raw",    "ctx",        "threads",       "codec",      "sinks",
-                            "recent-blocks", "ram-budget", "store", "durability", "session", "json", "quiet"});
+    parser_.Offer(command,
+                  {"model", "prompt",     "file",    "max-tokens", "temp",   "top-k", "top-p",         "min-p",
+                   "seed",  "raw",        "ctx",     "threads",    "codec",  "sinks", "recent-blocks", "ram-budget",
+                   "store", "durability", "session", "json",       "report", "quiet"});
     OnChosen(command, [this](const Options& options) { return RunCommand(options, SamplerGiven()); });
   }
 
   void AddChat() {
     CLI::App* command = Command(&app_, "chat", "a conversation in the terminal, kept in the store",
                                 "kvcell chat -m model.gguf --session ideas");
-    parser_.Offer(command, {"model", "session", "max-tokens", "temp", "top-k", "top-p", "min-p", "seed", "raw", "ctx", "threads",
-                            "codec", "sinks", "recent-blocks", "ram-budget", "store", "durability", "quiet"});
+    parser_.Offer(command,
+                  {"model", "session", "max-tokens", "temp", "top-k", "top-p", "min-p", "seed", "raw", "ctx", "threads",
+                   "codec", "sinks", "recent-blocks", "ram-budget", "store", "durability", "quiet"});
     OnChosen(command, [this](const Options& options) { return ChatCommand(options, SamplerGiven()); });
   }
 
@@ -153,8 +156,9 @@ class Program {
     CLI::App* stats = Command(group, "stats", "what it holds and takes", "kvcell store stats --json");
     parser_.Offer(stats, {"store", "json"});
     OnChosen(stats, StoreStatsCommand);
-    CLI::App* verify = Command(group, "verify", "checks every row and cell, changes nothing; exit code 1 when one is damaged",
-                               "kvcell store verify --store /var/lib/kvcell");
+    CLI::App* verify =
+        Command(group, "verify", "checks every row and cell, changes nothing; exit code 1 when one is damaged",
+                "kvcell store verify --store /var/lib/kvcell");
     parser_.Offer(verify, {"store", "json", "quiet"});
     OnChosen(verify, StoreVerifyCommand);
   }

@@ -90,7 +90,8 @@ int ChatCommand(const Options& options, bool sampler_given) {
   Result<Engine> engine = OpenEngine(options);
   if (!engine) return Failed(engine.error());
   CatchInterrupts();
-  Result<std::unique_ptr<Conversation>> conversation = Conversation::Open(&*engine, SettingsFrom(options, sampler_given));
+  Result<std::unique_ptr<Conversation>> conversation =
+      Conversation::Open(&*engine, SettingsFrom(options, sampler_given));
   if (!conversation) return Failed(conversation.error());
   if (!options.quiet) {
     if (!(*conversation)->note().empty()) PrintWarning((*conversation)->note());
@@ -98,7 +99,8 @@ int ChatCommand(const Options& options, bool sampler_given) {
       fmt::print(stderr, "Session '{}' goes on after {} tokens. /help shows the commands.\n", options.session,
                  FormatCount((*conversation)->Length()));
     } else {
-      fmt::print(stderr, "New session '{}' with {}. /help shows the commands.\n", options.session, engine->model->facts().name);
+      fmt::print(stderr, "New session '{}' with {}. /help shows the commands.\n", options.session,
+                 engine->model->facts().name);
     }
   }
   return Loop(options, &*engine, conversation->get());

@@ -46,7 +46,8 @@ _kvcell() {
     -m|--model|-f|--file|--config) COMPREPLY=($(compgen -f -- "$current")); return ;;
   esac
   case "$path" in
-)bash" + cases + R"bash(  esac
+)bash" + cases +
+         R"bash(  esac
   COMPREPLY=($(compgen -W "$words" -- "$current"))
 }
 complete -o default -F _kvcell kvcell

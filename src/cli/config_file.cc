@@ -17,12 +17,14 @@ Result<std::string> ScalarText(const std::string& path, const std::string& name,
   if (node.IsScalar()) return node.Scalar();
   const int line = node.Mark().line + 1;
   if (!node.IsSequence()) {
-    return Fail(StatusCode::kInvalidArgument, fmt::format("{}:{}: {} must have a value or a list of values", path, line, name));
+    return Fail(StatusCode::kInvalidArgument,
+                fmt::format("{}:{}: {} must have a value or a list of values", path, line, name));
   }
   std::string joined;
   for (const YAML::Node& item : node) {
     if (!item.IsScalar()) {
-      return Fail(StatusCode::kInvalidArgument, fmt::format("{}:{}: {} holds something that is no value", path, line, name));
+      return Fail(StatusCode::kInvalidArgument,
+                  fmt::format("{}:{}: {} holds something that is no value", path, line, name));
     }
     if (!joined.empty()) joined += ',';
     joined += item.Scalar();
@@ -50,7 +52,8 @@ Result<std::vector<ConfigEntry>> ReadConfigFile(const std::string& path) {
       ConfigEntry entry;
       entry.line = pair.first.Mark().line + 1;
       if (!pair.first.IsScalar()) {
-        return Fail(StatusCode::kInvalidArgument, fmt::format("{}:{}: an option's name was expected", path, entry.line));
+        return Fail(StatusCode::kInvalidArgument,
+                    fmt::format("{}:{}: an option's name was expected", path, entry.line));
       }
       entry.name = pair.first.Scalar();
       std::replace(entry.name.begin(), entry.name.end(), '_', '-');

@@ -61,8 +61,8 @@ Status Conversation::Resume(OpenedSession opened, bool sampler_given) {
   const auto stored = static_cast<int64_t>(opened.tokens.size());
   if (stored > engine_->context) {
     return Status(StatusCode::kInvalidArgument,
-                  fmt::format("session '{}' holds {} tokens, more than the context of {}; raise --ctx", session_, stored,
-                              engine_->context));
+                  fmt::format("session '{}' holds {} tokens, more than the context of {}; raise --ctx", session_,
+                              stored, engine_->context));
   }
   int64_t from = opened.usable;
   if (from == stored && stored > 0 && opened.logits.empty() && pending_.empty()) {
@@ -75,8 +75,8 @@ Status Conversation::Resume(OpenedSession opened, bool sampler_given) {
   pending_.insert(pending_.begin(), opened.tokens.begin() + from, opened.tokens.end());
   if (pending_.empty()) logits_ = std::move(opened.logits);
   if (opened.usable < stored) {
-    note_ = fmt::format("session '{}': {}; {} of its {} tokens are used as stored, the rest is computed again", session_,
-                        opened.note, FormatCount(from), FormatCount(stored));
+    note_ = fmt::format("session '{}': {}; {} of its {} tokens are used as stored, the rest is computed again",
+                        session_, opened.note, FormatCount(from), FormatCount(stored));
   }
   return OkStatus();
 }
@@ -137,7 +137,8 @@ Result<std::vector<Token>> Conversation::TurnTokens(const std::string& text) con
   if (!whole) return Fail(whole.error());
   const size_t at = whole->find(answer);
   if (at == std::string::npos) {
-    return Fail(StatusCode::kUnsupported, "the model's chat template drops earlier answers, so a turn can't be added; use --raw");
+    return Fail(StatusCode::kUnsupported,
+                "the model's chat template drops earlier answers, so a turn can't be added; use --raw");
   }
   return model.Tokenize(whole->substr(at + answer.size()), /*special=*/false, /*parse=*/true);
 }
@@ -148,12 +149,14 @@ Status Conversation::AddPrompt(const std::string& text) {
   const int64_t before = Length() + static_cast<int64_t>(pending_.size());
   const auto added = static_cast<int64_t>(tokens->size());
   if (before + added >= engine_->context) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("the prompt has {} tokens{}, and the context holds {} with the answer; shorten it or raise --ctx",
-                              FormatCount(added), before > 0 ? fmt::format(", {} are there already", FormatCount(before)) : "",
-                              FormatCount(engine_->context)));
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("the prompt has {} tokens{}, and the context holds {} with the answer; shorten it or raise --ctx",
+                    FormatCount(added), before > 0 ? fmt::format(", {} are there already", FormatCount(before)) : "",
+                    FormatCount(engine_->context)));
   }
-  if (added == 0 && before == 0) return Status(StatusCode::kInvalidArgument, "the prompt holds no tokens; give some text");
+  if (added == 0 && before == 0)
+    return Status(StatusCode::kInvalidArgument, "the prompt holds no tokens; give some text");
   if (added == 0) return OkStatus();
   if (!turn_start_) turn_start_ = Clock::now();
   pending_.insert(pending_.end(), tokens->begin(), tokens->end());
@@ -170,7 +173,8 @@ Status Conversation::Step(std::span<const Token> tokens, bool want_logits) {
   return OkStatus();
 }
 
-// Feeds the pending tokens chunk by chunk; what has been fed is no longer pending, so that an interrupted prompt goes on later.
+// Feeds the pending tokens chunk by chunk; what has been fed is no longer pending, so that an interrupted prompt goes
+// on later.
 Status Conversation::Feed(const AnswerHooks& hooks, bool* stopped) {
   const auto total = static_cast<int64_t>(pending_.size());
   const auto chunk_limit = static_cast<size_t>(engine_->cache->options().max_step_tokens);

@@ -1,4 +1,5 @@
-// One conversation with a model: prompts in, answers out, kept in the store between processes. `run` and `chat` share it.
+// One conversation with a model: prompts in, answers out, kept in the store between processes. `run` and `chat` share
+// it.
 #pragma once
 
 #include <chrono>
@@ -65,10 +66,11 @@ class Conversation {
   SequenceId sequence() const { return sequence_; }
   const SamplerOptions& sampler() const { return sampler_.options(); }
 
-  // Queues a prompt: the next user turn in the model's chat template, or its text alone in raw mode. kInvalidArgument naming
-  // the numbers where it is longer than what is left of the context.
+  // Queues a prompt: the next user turn in the model's chat template, or its text alone in raw mode. kInvalidArgument
+  // naming the numbers where it is longer than what is left of the context.
   Status AddPrompt(const std::string& text);
-  // Feeds what is queued and generates up to max_tokens tokens. An error leaves the conversation at the last whole step.
+  // Feeds what is queued and generates up to max_tokens tokens. An error leaves the conversation at the last whole
+  // step.
   Result<Answer> Generate(int64_t max_tokens, const AnswerHooks& hooks);
   // Stores the conversation under its session's name; nothing to do without one.
   Status Save();

@@ -22,9 +22,10 @@ tl::unexpected<Status> Refuse(const Status& status, std::string_view option) {
 Status CheckBudget(const EnginePlan& plan) {
   const uint64_t budget = plan.cache.ram_budget;
   if (budget == 0 || budget >= plan.memory.minimum) return OkStatus();
-  return Status(StatusCode::kInvalidArgument,
-                fmt::format("--ram-budget {} is too small for {} tokens of context; the smallest that would do is {} ({} bytes)",
-                            FormatSize(budget), FormatCount(plan.context), FormatSize(plan.memory.minimum), plan.memory.minimum));
+  return Status(
+      StatusCode::kInvalidArgument,
+      fmt::format("--ram-budget {} is too small for {} tokens of context; the smallest that would do is {} ({} bytes)",
+                  FormatSize(budget), FormatCount(plan.context), FormatSize(plan.memory.minimum), plan.memory.minimum));
 }
 
 }  // namespace

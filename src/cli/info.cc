@@ -56,7 +56,9 @@ Json ModelJson(const ModelFacts& facts) {
 
 void AddModelRows(const ModelFacts& facts, Table* table) {
   const LayerGeometry& layer = facts.geometry.front();
-  const auto stated = [](const std::string& text) { return text.empty() ? std::string("the file does not say") : text; };
+  const auto stated = [](const std::string& text) {
+    return text.empty() ? std::string("the file does not say") : text;
+  };
   table->Add({"model", facts.name});
   table->Add({"license", stated(facts.license)});
   table->Add({"source", stated(facts.source)});

@@ -39,10 +39,12 @@ Result<std::string> IdentityField(const SessionRecord& record, std::string_view 
     if (name == field) return value;
   }
   return Fail(StatusCode::kMismatch,
-              fmt::format("session '{}' does not say its {}; it was stored by something else than a cache", record.name, field));
+              fmt::format("session '{}' does not say its {}; it was stored by something else than a cache", record.name,
+                          field));
 }
 
-// The inverse of what the cache writes into the identity: `heads/kv_heads x dk/dv w window s scale c softcap ;` a layer.
+// The inverse of what the cache writes into the identity: `heads/kv_heads x dk/dv w window s scale c softcap ;` a
+// layer.
 Result<Geometry> ParseGeometry(const std::string& session, const std::string& text) {
   Geometry geometry;
   for (size_t at = 0; at < text.size();) {
@@ -50,8 +52,9 @@ Result<Geometry> ParseGeometry(const std::string& session, const std::string& te
     LayerGeometry layer;
     int read = 0;
     const std::string one = text.substr(at, end == std::string::npos ? end : end - at);
-    const int fields = std::sscanf(one.c_str(), "%d/%dx%d/%dw%ds%fc%f%n", &layer.n_heads, &layer.n_kv_heads, &layer.head_dim_k,
-                                   &layer.head_dim_v, &layer.window, &layer.scale, &layer.softcap, &read);
+    const int fields =
+        std::sscanf(one.c_str(), "%d/%dx%d/%dw%ds%fc%f%n", &layer.n_heads, &layer.n_kv_heads, &layer.head_dim_k,
+                    &layer.head_dim_v, &layer.window, &layer.scale, &layer.softcap, &read);
     if (end == std::string::npos || fields != 7 || static_cast<size_t>(read) != one.size()) {
       return Fail(StatusCode::kCorruption, fmt::format("session '{}': its geometry '{}' can't be read", session, one));
     }
@@ -79,15 +82,18 @@ Result<CellMap> MapOf(const SessionRecord& record) {
 
 const char* PrecisionName(SideSpec::Type type) {
   switch (type) {
-    case SideSpec::Type::kF16: return "f16";
-    case SideSpec::Type::kInt8: return "int8";
-    case SideSpec::Type::kInt4: return "int4";
+    case SideSpec::Type::kF16:
+      return "f16";
+    case SideSpec::Type::kInt8:
+      return "int8";
+    case SideSpec::Type::kInt4:
+      return "int4";
   }
   return "?";
 }
 
-StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer, const BlockRecord& block, CellInfo info,
-                      std::vector<std::byte>* buffer) {
+StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer, const BlockRecord& block,
+                      CellInfo info, std::vector<std::byte>* buffer) {
   StoredCell cell{.info = std::move(info), .damage = ""};
   cell.info.k_precision = PrecisionName(layer.coded.k.spec.type);
   cell.info.v_precision = PrecisionName(layer.coded.v.spec.type);
@@ -101,15 +107,16 @@ StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer,
   cell.info.tier = "file";
   cell.info.length = layer.coded.bytes;
   const auto head = static_cast<uint16_t>(cell.info.head);
-  std::tie(cell.info.storage_path, cell.info.offset) = store->Locate(map.shapes[layer.group], *place, layer.group_slot, head);
+  std::tie(cell.info.storage_path, cell.info.offset) =
+      store->Locate(map.shapes[layer.group], *place, layer.group_slot, head);
   buffer->resize(layer.coded.bytes);
   Status status = store->ReadCells(map.shapes[layer.group], *place, layer.group_slot, head, 1, buffer->data());
   if (status.ok()) {
     CellHeader header;
     std::memcpy(&header, buffer->data(), sizeof(header));
     cell.info.checksum = header.checksum;
-    status = VerifyCell(*buffer, static_cast<uint16_t>(cell.info.layer), head, static_cast<uint64_t>(cell.info.token_start),
-                        block.key.data());
+    status = VerifyCell(*buffer, static_cast<uint16_t>(cell.info.layer), head,
+                        static_cast<uint64_t>(cell.info.token_start), block.key.data());
   }
   if (!status.ok()) cell.damage = status.message();
   return cell;
@@ -149,7 +156,8 @@ Result<StoredSession> ReadSession(const Options& options) {
         info.token_end = std::min<int64_t>((b + 1) * kBlockTokens, n_tokens);
         info.refs = 1;
         info.last_access = session.record.last_used;
-        session.cells.push_back(b < n_blocks ? SealedCell(store->get(), *map, layer, session.record.blocks[static_cast<size_t>(b)],
+        session.cells.push_back(b < n_blocks ? SealedCell(store->get(), *map, layer,
+                                                          session.record.blocks[static_cast<size_t>(b)],
                                                           std::move(info), &buffer)
                                              : OpenCell(layer, std::move(info)));
       }
@@ -200,17 +208,18 @@ void PrintCells(const StoredSession& session) {
   table.AlignRight({0, 1, 8, 9});
   for (const StoredCell& cell : session.cells) {
     const CellInfo& info = cell.info;
-    table.Add({std::to_string(info.layer), std::to_string(info.head), fmt::format("{}..{}", info.token_start, info.token_end),
-               std::string(CellStateName(info.state)), info.k_precision, info.v_precision, info.tier, info.storage_path,
-               std::to_string(info.offset), std::to_string(info.length),
+    table.Add({std::to_string(info.layer), std::to_string(info.head),
+               fmt::format("{}..{}", info.token_start, info.token_end), std::string(CellStateName(info.state)),
+               info.k_precision, info.v_precision, info.tier, info.storage_path, std::to_string(info.offset),
+               std::to_string(info.length),
                cell.damage.empty() ? fmt::format("{:016x}", info.checksum) : "DAMAGED: " + cell.damage});
   }
   table.Print(stdout);
   const auto sums = SumByState(session.cells);
   for (size_t state = 0; state < sums.size(); ++state) {
     if (sums[state].cells == 0) continue;
-    fmt::print(stderr, "{}: {} cells, {}\n", CellStateName(static_cast<CellState>(state)), FormatCount(sums[state].cells),
-               FormatSize(sums[state].bytes));
+    fmt::print(stderr, "{}: {} cells, {}\n", CellStateName(static_cast<CellState>(state)),
+               FormatCount(sums[state].cells), FormatSize(sums[state].bytes));
   }
 }
 
@@ -218,7 +227,8 @@ void PrintCells(const StoredSession& session) {
 
 int InspectCommand(const Options& options) {
   if (options.session.empty()) {
-    return Failed(Status(StatusCode::kInvalidArgument, "name the session with --session NAME; `kvcell sessions ls` lists them"));
+    return Failed(
+        Status(StatusCode::kInvalidArgument, "name the session with --session NAME; `kvcell sessions ls` lists them"));
   }
   const Result<StoredSession> session = ReadSession(options);
   if (!session) return Failed(session.error());
@@ -232,7 +242,8 @@ int InspectCommand(const Options& options) {
   Json states = Json::object();
   const auto sums = SumByState(session->cells);
   for (size_t state = 0; state < sums.size(); ++state) {
-    states[std::string(CellStateName(static_cast<CellState>(state)))] = {{"cells", sums[state].cells}, {"bytes", sums[state].bytes}};
+    states[std::string(CellStateName(static_cast<CellState>(state)))] = {{"cells", sums[state].cells},
+                                                                         {"bytes", sums[state].bytes}};
   }
   PrintJson({{"session", session->record.name},
              {"tokens", session->record.tokens.size()},

@@ -161,10 +161,8 @@ const std::vector<OptionSpec>& Table() {
        .type = "S",
        .shown_default = "0",
        .help = "start of the random draws; the same seed gives the same answer",
-       .set =
-           [](const std::string& t, Options* o) {
-             return SetInteger(t, 0, std::numeric_limits<uint32_t>::max(), &o->seed);
-           }},
+       .set = [](const std::string& t,
+                 Options* o) { return SetInteger(t, 0, std::numeric_limits<uint32_t>::max(), &o->seed); }},
       {.name = "raw",
        .flags = "--raw",
        .help = "feeds the prompt as it is, without the model's chat template",
@@ -185,7 +183,8 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--codec",
        .type = "SPEC",
        .shown_default = "i4",
-       .help = "how sealed cells are coded: f16, i8, i4 or k=...,v=... (`kvcell info --codecs`); fewer bits take less memory "
+       .help = "how sealed cells are coded: f16, i8, i4 or k=...,v=... (`kvcell info --codecs`); fewer bits take less "
+               "memory "
                "and read faster, more keep answers closer to f16",
        .set = SetCodec},
       {.name = "sinks",
@@ -204,8 +203,9 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--ram-budget",
        .type = "SIZE",
        .shown_default = "as much as the context takes",
-       .help = "most bytes of KV memory, never passed; with less, older cells leave for the store and are attended from "
-               "there, which is slower",
+       .help =
+           "most bytes of KV memory, never passed; with less, older cells leave for the store and are attended from "
+           "there, which is slower",
        .set =
            [](const std::string& t, Options* o) {
              const Result<uint64_t> size = ParseSize(t);
@@ -234,6 +234,12 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--json",
        .help = "prints one JSON object on standard output and nothing else there",
        .set = [](const std::string& t, Options* o) { return SetBool(t, &o->json); }},
+      {.name = "report",
+       .flags = "--report",
+       .type = "FILE",
+       .help = "writes the object of --json to a file as well",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the report's path", &o->report); }},
       {.name = "quiet",
        .flags = "--quiet",
        .help = "no progress, no summary, no warnings; errors are still told",
@@ -350,8 +356,8 @@ Result<FileSettings> LoadConfig(const std::string& from_command_line) {
   if (!entries) return Fail(entries.error());
   for (const ConfigEntry& entry : *entries) {
     if (Find(entry.name) == nullptr) {
-      return Fail(StatusCode::kInvalidArgument,
-                  fmt::format("{}:{}: '{}' is no option; `kvcell config show` lists them", settings.path, entry.line, entry.name));
+      return Fail(StatusCode::kInvalidArgument, fmt::format("{}:{}: '{}' is no option; `kvcell config show` lists them",
+                                                            settings.path, entry.line, entry.name));
     }
   }
   settings.entries = *std::move(entries);
@@ -393,10 +399,10 @@ void OptionParser::OfferOne(CLI::App* command, const OptionSpec& spec) {
 void OptionParser::OfferConfig(CLI::App* command) {
   auto offered = std::make_unique<Offered>();
   offered->command = command;
-  offered->option = command->add_option(
-      "--config", offered->values,
-      Wrap("YAML file with any of these options by their long names; KVCELL_... variables and the command line win over it "
-           "[$XDG_CONFIG_HOME/kvcell/config.yaml, where it exists]"));
+  offered->option = command->add_option("--config", offered->values,
+                                        Wrap("YAML file with any of these options by their long names; KVCELL_... "
+                                             "variables and the command line win over it "
+                                             "[$XDG_CONFIG_HOME/kvcell/config.yaml, where it exists]"));
   offered->option->type_name("FILE")->expected(1);
   offered_.push_back(std::move(offered));
 }
@@ -417,7 +423,8 @@ Result<Options> OptionParser::Resolve(const CLI::App* command) {
   origins_.clear();
   std::string config;
   for (const auto& offered : offered_) {
-    if (offered->command == command && offered->spec == nullptr && !offered->values.empty()) config = offered->values.back();
+    if (offered->command == command && offered->spec == nullptr && !offered->values.empty())
+      config = offered->values.back();
   }
   const Result<FileSettings> file = LoadConfig(config);
   if (!file) return Fail(file.error());

@@ -1,4 +1,5 @@
-// The one parser of options: every command takes its options from the same table, so that a name means the same everywhere.
+// The one parser of options: every command takes its options from the same table, so that a name means the same
+// everywhere.
 //
 // A value comes from the command line, else the environment (KVCELL_RAM_BUDGET for --ram-budget), else the YAML file of
 // --config, else the default; where it came from is kept for `kvcell config show` and for error messages.
@@ -46,6 +47,7 @@ struct Options {
   std::string session;
   bool json = false;
   bool quiet = false;
+  std::string report;
   // plan
   std::vector<int64_t> contexts;
   std::vector<int64_t> batches;
@@ -57,8 +59,8 @@ struct Options {
 };
 
 struct OptionSpec {
-  std::string_view name;   // "ram-budget"
-  std::string_view flags;  // "--ram-budget", "-n,--max-tokens"
+  std::string_view name;       // "ram-budget"
+  std::string_view flags;      // "--ram-budget", "-n,--max-tokens"
   std::string_view type = {};  // "SIZE"; "" for a switch
   std::string_view shown_default = {};
   std::string_view help;  // what it is, its unit, and what raising or lowering it costs
@@ -83,7 +85,8 @@ class OptionParser {
   // Offers all options that `config show` prints.
   void OfferSettings(CLI::App* command);
 
-  // Finds the values that `command` was given, once CLI11 has read the command line. kInvalidArgument names option and source.
+  // Finds the values that `command` was given, once CLI11 has read the command line. kInvalidArgument names option and
+  // source.
   Result<Options> Resolve(const CLI::App* command);
   // After Resolve: of every option that the command takes.
   const std::vector<OptionOrigin>& origins() const { return origins_; }

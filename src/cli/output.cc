@@ -4,6 +4,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
 
 #include "cli/units.h"
 
@@ -31,6 +34,15 @@ void PrintJson(const Json& object) {
   std::fflush(stdout);
 }
 
+Status WriteJsonFile(const std::string& path, const Json& object) {
+  std::ofstream file(path, std::ios::binary | std::ios::trunc);
+  file << object.dump(1, ' ', false, Json::error_handler_t::replace) << '\n';
+  file.close();
+  if (file.fail())
+    return Status(StatusCode::kIoError, fmt::format("{}: the report can't be written: {}", path, std::strerror(errno)));
+  return OkStatus();
+}
+
 void PrintError(const Status& status) { fmt::print(stderr, "kvcell: {}\n", status.message()); }
 void PrintWarning(std::string_view message) { fmt::print(stderr, "kvcell: warning: {}\n", message); }
 
@@ -53,7 +65,8 @@ void Table::Print(std::FILE* stream) const {
     text.erase(text.find_last_not_of(' ') + 1);
     fmt::print(stream, "{}\n", text);
   };
-  const bool titled = std::any_of(header_.begin(), header_.end(), [](const std::string& title) { return !title.empty(); });
+  const bool titled =
+      std::any_of(header_.begin(), header_.end(), [](const std::string& title) { return !title.empty(); });
   if (titled) line(header_);
   for (const auto& row : rows_) line(row);
 }
@@ -68,7 +81,8 @@ void Progress::Show(int64_t done, int64_t total) {
   const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start_).count();
   std::string rest;
   if (done > 0 && done < total) {
-    rest = fmt::format(", {} left", FormatMilliseconds(ms * static_cast<double>(total - done) / static_cast<double>(done)));
+    rest = fmt::format(", {} left",
+                       FormatMilliseconds(ms * static_cast<double>(total - done) / static_cast<double>(done)));
   }
   fmt::print(stderr, "\r{} [{:=<{}}{:<{}}] {} of {}{}\033[K", what_, "", filled, "", kCells - filled, FormatCount(done),
              FormatCount(total), rest);

@@ -20,6 +20,8 @@ bool IsTerminal(std::FILE* stream);
 
 // Prints the object on standard output, on one line; bytes that are no UTF-8 are replaced.
 void PrintJson(const Json& object);
+// The same to a file. kIoError.
+Status WriteJsonFile(const std::string& path, const Json& object);
 void PrintError(const Status& status);
 void PrintWarning(std::string_view message);
 

@@ -27,7 +27,8 @@ struct PlannedModel {
 Result<PlannedModel> FindModel(const Options& options) {
   PlannedModel planned;
   if (!options.model.empty()) {
-    Result<std::unique_ptr<Model>> model = Model::Load(options.model, {.n_threads = options.threads, .max_batch = kChunkTokens});
+    Result<std::unique_ptr<Model>> model =
+        Model::Load(options.model, {.n_threads = options.threads, .max_batch = kChunkTokens});
     if (!model) return Fail(model.error());
     planned.model = *std::move(model);
     planned.geometry = planned.model->facts().geometry;
@@ -35,7 +36,8 @@ Result<PlannedModel> FindModel(const Options& options) {
     return planned;
   }
   if (options.layers == 0 || options.kv_heads == 0 || options.head_dim == 0) {
-    return Fail(StatusCode::kInvalidArgument, "name a model with -m FILE, or its shape with --layers, --kv-heads and --head-dim");
+    return Fail(StatusCode::kInvalidArgument,
+                "name a model with -m FILE, or its shape with --layers, --kv-heads and --head-dim");
   }
   const int32_t heads = options.heads > 0 ? options.heads : options.kv_heads;
   if (heads % options.kv_heads != 0) {
@@ -55,14 +57,15 @@ struct PlanRow {
   int64_t context = 0;
   int64_t batch = 0;
   std::string codec;
-  uint64_t kv = 0;       // cells, coded and exact
+  uint64_t kv = 0;  // cells, coded and exact
   uint64_t f16 = 0;
   uint64_t weights = 0;
   uint64_t working = 0;  // scratch, tables and the model's compute buffers
   uint64_t minimum = 0;  // smallest --ram-budget
 };
 
-Result<PlanRow> MakeRow(const PlannedModel& planned, CacheOptions cache, int64_t context, int64_t batch, const std::string& codec) {
+Result<PlanRow> MakeRow(const PlannedModel& planned, CacheOptions cache, int64_t context, int64_t batch,
+                        const std::string& codec) {
   Result<CodecSpec> spec = ParseCodec(codec);
   if (!spec) return Fail(spec.error());
   cache.codec = *std::move(spec);
@@ -72,14 +75,15 @@ Result<PlanRow> MakeRow(const PlannedModel& planned, CacheOptions cache, int64_t
   const Result<MemoryPlan> memory = PlanMemory(cache, context, static_cast<int32_t>(batch));
   if (!memory) return Fail(memory.error());
   const int rows = static_cast<int>(std::min<int64_t>(kChunkTokens, context * batch));
-  return PlanRow{.context = context,
-                 .batch = batch,
-                 .codec = codec,
-                 .kv = memory->coded + memory->exact,
-                 .f16 = memory->f16,
-                 .weights = planned.weights,
-                 .working = memory->scratch + memory->metadata + (planned.model ? planned.model->WorkingBytes(rows) : 0),
-                 .minimum = memory->minimum};
+  return PlanRow{
+      .context = context,
+      .batch = batch,
+      .codec = codec,
+      .kv = memory->coded + memory->exact,
+      .f16 = memory->f16,
+      .weights = planned.weights,
+      .working = memory->scratch + memory->metadata + (planned.model ? planned.model->WorkingBytes(rows) : 0),
+      .minimum = memory->minimum};
 }
 
 Result<std::vector<PlanRow>> MakeRows(const Options& options) {
@@ -87,9 +91,11 @@ Result<std::vector<PlanRow>> MakeRows(const Options& options) {
   if (!planned) return Fail(planned.error());
   Result<CacheOptions> cache = ToCacheOptions(options);
   if (!cache) return Fail(cache.error());
-  const std::vector<int64_t> contexts = options.contexts.empty() ? std::vector<int64_t>{2048, 8192, 32768} : options.contexts;
+  const std::vector<int64_t> contexts =
+      options.contexts.empty() ? std::vector<int64_t>{2048, 8192, 32768} : options.contexts;
   const std::vector<int64_t> batches = options.batches.empty() ? std::vector<int64_t>{1} : options.batches;
-  const std::vector<std::string> codecs = options.codecs.empty() ? std::vector<std::string>{"f16", "i8", "i4"} : options.codecs;
+  const std::vector<std::string> codecs =
+      options.codecs.empty() ? std::vector<std::string>{"f16", "i8", "i4"} : options.codecs;
   std::vector<PlanRow> rows;
   for (const int64_t context : contexts) {
     for (const int64_t batch : batches) {
@@ -127,8 +133,9 @@ int PlanCommand(const Options& options) {
   Table table({"CONTEXT", "BATCH", "CODEC", "KV", "WEIGHTS", "WORKING", "TOTAL", "SMALLEST BUDGET"});
   table.AlignRight({0, 1, 3, 4, 5, 6, 7});
   for (const PlanRow& row : *rows) {
-    table.Add({std::to_string(row.context), std::to_string(row.batch), row.codec, FormatSize(row.kv), FormatSize(row.weights),
-               FormatSize(row.working), FormatSize(row.kv + row.weights + row.working), FormatSize(row.minimum)});
+    table.Add({std::to_string(row.context), std::to_string(row.batch), row.codec, FormatSize(row.kv),
+               FormatSize(row.weights), FormatSize(row.working), FormatSize(row.kv + row.weights + row.working),
+               FormatSize(row.minimum)});
   }
   table.Print(stdout);
   return 0;

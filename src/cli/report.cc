@@ -19,10 +19,14 @@ uint64_t PeakResidentBytes() {
 
 const char* EndName(AnswerEnd end) {
   switch (end) {
-    case AnswerEnd::kEnded: return "ended";
-    case AnswerEnd::kTokenLimit: return "token_limit";
-    case AnswerEnd::kContextFull: return "context_full";
-    case AnswerEnd::kStopped: return "stopped";
+    case AnswerEnd::kEnded:
+      return "ended";
+    case AnswerEnd::kTokenLimit:
+      return "token_limit";
+    case AnswerEnd::kContextFull:
+      return "context_full";
+    case AnswerEnd::kStopped:
+      return "stopped";
   }
   return "";
 }
@@ -56,11 +60,12 @@ std::string CellsText(const CellCounts& cells) {
 
 void AddCacheRows(const Engine& engine, Table* table) {
   const CacheStats stats = engine.cache->Stats();
-  const double ratio =
-      stats.kv_bytes > 0 ? static_cast<double>(stats.f16_bytes) / static_cast<double>(stats.kv_bytes) : 0.0;
+  const double share =
+      stats.f16_bytes > 0 ? 100.0 * static_cast<double>(stats.kv_bytes) / static_cast<double>(stats.f16_bytes) : 0.0;
   table->Add({"KV bytes in f16", FormatSize(stats.f16_bytes)});
-  table->Add({"KV bytes now", fmt::format("{} ({:.2f} times less): {} in RAM, {} in the store", FormatSize(stats.kv_bytes), ratio,
-                                          FormatSize(stats.ram_bytes), FormatSize(stats.file_bytes))});
+  table->Add({"KV bytes now",
+              fmt::format("{}, {:.1f} % of that ({} of RAM taken, {} in the store)", FormatSize(stats.kv_bytes), share,
+                          FormatSize(stats.ram_bytes), FormatSize(stats.file_bytes))});
   table->Add({"codec", fmt::format("{}, {:.2f} bits per element of a sealed cell", engine.cache->options().codec.name,
                                    stats.bits_per_element)});
   table->Add({"cells", CellsText(stats.cells)});
@@ -114,8 +119,8 @@ Json AnswerReport(const Engine& engine, const Conversation& conversation, const 
 
 void PrintAnswerTable(const Engine& engine, const Conversation& conversation, const Answer& answer) {
   Table table({"", ""});
-  table.Add({"tokens", fmt::format("{} fed, {} not computed again, {} generated",
-                                   FormatCount(answer.prompt_tokens), FormatCount(conversation.reused_tokens()),
+  table.Add({"tokens", fmt::format("{} fed, {} not computed again, {} generated", FormatCount(answer.prompt_tokens),
+                                   FormatCount(conversation.reused_tokens()),
                                    FormatCount(static_cast<int64_t>(answer.tokens.size())))});
   AddCacheRows(engine, &table);
   if (answer.prompt_tokens > 0) {

@@ -7,7 +7,8 @@
 
 namespace kvcell::cli {
 
-// Hooks that draw the prompt's progress, print the answer's text on standard output where `prints`, and stop on a signal.
+// Hooks that draw the prompt's progress, print the answer's text on standard output where `prints`, and stop on a
+// signal.
 AnswerHooks TerminalHooks(Progress* progress, bool prints);
 
 // The object of `run --json`.

@@ -67,7 +67,8 @@ void TellEnd(const Options& options, const Conversation& conversation, const Ans
   if (options.quiet) return;
   if (answer.end == AnswerEnd::kContextFull) {
     PrintWarning(fmt::format("the context of {} tokens is full; raise --ctx to go on", FormatCount(context)));
-  } else if (answer.end == AnswerEnd::kEnded && answer.tokens.empty() && conversation.resumed() && answer.prompt_tokens == 0) {
+  } else if (answer.end == AnswerEnd::kEnded && answer.tokens.empty() && conversation.resumed() &&
+             answer.prompt_tokens == 0) {
     PrintWarning(fmt::format("the last answer of session '{}' had ended; give a new prompt with -p", options.session));
   }
 }
@@ -77,7 +78,8 @@ void TellEnd(const Options& options, const Conversation& conversation, const Ans
 int RunCommand(const Options& options, bool sampler_given) {
   const bool has_prompt = options.prompt.has_value() || options.file.has_value();
   if (!has_prompt && options.session.empty()) {
-    return Failed(Status(StatusCode::kInvalidArgument, "give a prompt with -p TEXT or -f FILE, or a --session to go on with"));
+    return Failed(
+        Status(StatusCode::kInvalidArgument, "give a prompt with -p TEXT or -f FILE, or a --session to go on with"));
   }
   const Result<std::string> prompt = PromptText(options);
   if (!prompt) return Failed(prompt.error());
@@ -91,8 +93,8 @@ int RunCommand(const Options& options, bool sampler_given) {
   if (!conversation.note().empty() && !options.quiet) PrintWarning(conversation.note());
   if (!has_prompt && conversation.empty()) {
     return Failed(Status(StatusCode::kInvalidArgument,
-                         fmt::format("session '{}' is not in {} yet; give a prompt with -p to start it", options.session,
-                                     options.store)));
+                         fmt::format("session '{}' is not in {} yet; give a prompt with -p to start it",
+                                     options.session, options.store)));
   }
   if (has_prompt) {
     if (const Status status = conversation.AddPrompt(*prompt); !status.ok()) return Failed(status);
@@ -106,8 +108,12 @@ int RunCommand(const Options& options, bool sampler_given) {
   std::fflush(stdout);
   if (const Status saved = conversation.Save(); !saved.ok()) return Failed(saved);
 
+  const Json report = AnswerReport(*engine, conversation, *answer);
+  if (!options.report.empty()) {
+    if (const Status written = WriteJsonFile(options.report, report); !written.ok()) return Failed(written);
+  }
   if (options.json) {
-    PrintJson(AnswerReport(*engine, conversation, *answer));
+    PrintJson(report);
   } else if (!options.quiet) {
     fmt::print(stderr, "\n");
     PrintAnswerTable(*engine, conversation, *answer);

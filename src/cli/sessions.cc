@@ -15,12 +15,14 @@ namespace kvcell::cli {
 namespace {
 
 Result<std::unique_ptr<Store>> OpenStore(const Options& options, bool read_only, bool create = false) {
-  Result<std::unique_ptr<Store>> store =
-      Store::Open(options.store, {.durability = static_cast<Durability>(options.durability), .create = create, .read_only = read_only});
+  Result<std::unique_ptr<Store>> store = Store::Open(
+      options.store,
+      {.durability = static_cast<Durability>(options.durability), .create = create, .read_only = read_only});
   if (!store && store.error().code() == StatusCode::kNotFound) {
-    return Fail(StatusCode::kNotFound,
-                fmt::format("there is no store at {} yet; `kvcell run --session NAME` makes one, --store DIR names another",
-                            options.store));
+    return Fail(
+        StatusCode::kNotFound,
+        fmt::format("there is no store at {} yet; `kvcell run --session NAME` makes one, --store DIR names another",
+                    options.store));
   }
   return store;
 }
@@ -31,7 +33,8 @@ Json IdentityJson(const Identity& identity) {
   return object;
 }
 
-Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position, const BlockKey& key) {
+Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
+                 const BlockKey& key) {
   return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
 }
 
@@ -57,8 +60,8 @@ int SessionsListCommand(const Options& options) {
   Table table({"NAME", "TOKENS", "SIZE", "MODEL", "LAST USED"});
   table.AlignRight({1, 2});
   for (const SessionSummary& session : *sessions) {
-    table.Add({session.name, std::to_string(session.tokens), FormatSize(static_cast<uint64_t>(session.bytes)), session.model,
-               FormatTime(session.last_used)});
+    table.Add({session.name, std::to_string(session.tokens), FormatSize(static_cast<uint64_t>(session.bytes)),
+               session.model, FormatTime(session.last_used)});
   }
   if (table.empty() && IsTerminal(stdout)) {
     fmt::print(stderr, "no sessions in {}\n", options.store);
@@ -159,9 +162,8 @@ int StoreVerifyCommand(const Options& options) {
   const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
   if (!store) return Failed(store.error());
   int64_t cells = 0;
-  const Result<std::vector<DamagedCell>> damaged =
-      (*store)->Verify([&cells](std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
-                                const BlockKey& key) {
+  const Result<std::vector<DamagedCell>> damaged = (*store)->Verify(
+      [&cells](std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position, const BlockKey& key) {
         ++cells;
         return CheckCell(cell, layer, head, position, key);
       });
@@ -181,12 +183,13 @@ int StoreVerifyCommand(const Options& options) {
   } else {
     Table table({"SESSION", "LAYER", "HEAD", "POSITION", "FILE", "OFFSET", "WHAT"});
     for (const DamagedCell& cell : *damaged) {
-      table.Add({cell.session, std::to_string(cell.layer), std::to_string(cell.head), std::to_string(cell.position), cell.path,
-                 std::to_string(cell.offset), cell.what});
+      table.Add({cell.session, std::to_string(cell.layer), std::to_string(cell.head), std::to_string(cell.position),
+                 cell.path, std::to_string(cell.offset), cell.what});
     }
     if (!table.empty()) table.Print(stdout);
     if (!options.quiet) {
-      fmt::print(stderr, "{} cells checked, {} damaged\n", FormatCount(cells), FormatCount(static_cast<int64_t>(damaged->size())));
+      fmt::print(stderr, "{} cells checked, {} damaged\n", FormatCount(cells),
+                 FormatCount(static_cast<int64_t>(damaged->size())));
     }
   }
   return damaged->empty() ? 0 : 1;

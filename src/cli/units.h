@@ -9,7 +9,8 @@
 
 namespace kvcell::cli {
 
-// Reads `1500000`, `64MiB`, `64M` (both powers of 1024), `64MB` (powers of 1000), `1.5G`. kInvalidArgument names the text.
+// Reads `1500000`, `64MiB`, `64M` (both powers of 1024), `64MB` (powers of 1000), `1.5G`. kInvalidArgument names the
+// text.
 Result<uint64_t> ParseSize(std::string_view text);
 // "4.2 MiB"; exact below 1 KiB.
 std::string FormatSize(uint64_t bytes);

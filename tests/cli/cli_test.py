@@ -1,0 +1,456 @@
+#!/usr/bin/env python3
+"""Drives the program as a user does. KVCELL names it, KVCELL_TEST_MODEL a small chat model. Arguments: test classes to run."""
+
+import glob
+import json
+import os
+import pathlib
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import unittest
+
+KVCELL = os.environ["KVCELL"]
+MODEL = os.environ.get("KVCELL_TEST_MODEL", "")
+BLOCK = 64
+TEXT = "The old harbour lies at the mouth of the river. Ships bring salt, timber and wool, and leave with grain. " * 3
+
+
+class CliTest(unittest.TestCase):
+    """A fresh home directory and store for every test."""
+
+    def setUp(self):
+        self.home = pathlib.Path(tempfile.mkdtemp(prefix="kvcell-cli-"))
+        self.addCleanup(shutil.rmtree, self.home, ignore_errors=True)
+        self.store = str(self.home / "store")
+        self.env = {k: v for k, v in os.environ.items() if not k.startswith(("KVCELL_", "XDG_"))}
+        self.env["HOME"] = str(self.home)
+
+    def call(self, *args, stdin=None, env=None):
+        return subprocess.run([KVCELL, *map(str, args)], input=stdin, capture_output=True, text=True, timeout=300,
+                              env={**self.env, **(env or {})}, check=False)
+
+    def json(self, *args, **kwargs):
+        done = self.call(*args, "--json", **kwargs)
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertEqual(done.stdout.count("\n"), 1, "one object on one line")
+        return json.loads(done.stdout)
+
+    def run_json(self, *args, **kwargs):
+        return self.json("run", "-m", MODEL, "--store", self.store, *args, **kwargs)
+
+    def refused(self, *args, code, words, **kwargs):
+        """The call must fail with this exit code and one sentence that holds these words."""
+        done = self.call(*args, **kwargs)
+        self.assertEqual(done.returncode, code, f"{args}: {done.stderr}")
+        lines = done.stderr.strip().splitlines()
+        self.assertEqual(len(lines), 1, done.stderr)
+        self.assertTrue(lines[0].startswith("kvcell: "), lines[0])
+        for word in words:
+            self.assertIn(word, lines[0])
+        self.assertEqual(done.stdout, "")
+        return lines[0]
+
+
+class Usage(CliTest):
+    COMMANDS = ["run", "chat", "sessions ls", "sessions show", "sessions rm", "sessions export", "sessions import", "plan",
+                "inspect", "store stats", "store verify", "info", "config show", "completion bash"]
+
+    def test_help_of_every_command_has_an_example(self):
+        for command in self.COMMANDS:
+            done = self.call(*command.split(), "--help")
+            self.assertEqual(done.returncode, 0, command)
+            self.assertIn("Example:", done.stdout, command)
+            self.assertLess(max(map(len, done.stdout.splitlines())), 122, command)
+
+    def test_help_shows_defaults_and_costs(self):
+        text = self.call("run", "--help").stdout
+        for words in ("[i4]", "[256]", "fewer bits take less", "most bytes of KV memory"):
+            self.assertIn(words, text)
+
+    def test_wrong_usage_is_exit_code_2_and_one_sentence(self):
+        for args in ([], ["fly"], ["run", "--no-such-option"], ["run", "--threads", "many"], ["run", "--threads", "0"],
+                     ["run"], ["sessions"], ["sessions", "rm"], ["run", "--ram-budget", "lots"],
+                     ["run", "--durability", "forever"], ["plan", "--layers", "2"]):
+            self.refused(*args, code=2, words=[])
+
+    def test_options_of_commands_to_come_are_not_offered(self):
+        for option in ("--rules", "--profile", "--samples"):
+            self.refused("run", option, "x", code=2, words=[option])
+
+    def test_version(self):
+        self.assertRegex(self.call("--version").stdout, r"^kvcell \d+\.\d+\.\d+\n$")
+
+    def test_completion_is_bash_and_knows_the_options(self):
+        script = self.call("completion", "bash").stdout
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        probe = script + "\nCOMP_WORDS=(kvcell run --ram); COMP_CWORD=2; _kvcell; echo ${COMPREPLY[@]}\n"
+        done = subprocess.run(["bash"], input=probe, text=True, capture_output=True, check=True)
+        self.assertEqual(done.stdout.strip(), "--ram-budget")
+
+    def test_info(self):
+        info = self.json("info", "--codecs")
+        self.assertIn(info["isa_used"], info["isa_found"])
+        self.assertIn("ggml", info["libraries"])
+        bits = {row["name"]: row["bits_by_head_dim"]["128"] for row in info["codecs"]}
+        self.assertLessEqual(bits["i4"], 4.5)
+        self.assertGreaterEqual(bits["f16"], 16)
+
+    def test_info_of_a_model_states_licence_and_shape(self):
+        model = self.json("info", "-m", MODEL)["model"]
+        self.assertEqual((model["layers"], model["heads"], model["kv_heads"], model["head_dim_k"]), (30, 9, 3, 64))
+        self.assertIn("license", model)
+
+    def test_a_forced_instruction_set_that_is_not_there_is_refused(self):
+        self.refused("info", code=1, words=["KVCELL_ISA"], env={"KVCELL_ISA": "z80"})
+
+
+class Config(CliTest):
+    def shown(self, *args, **kwargs):
+        options = self.json("config", "show", *args, **kwargs)["options"]
+        return {o["name"]: (o["value"], o["source"]) for o in options}
+
+    def file(self, text):
+        path = self.home / "kvcell.yaml"
+        path.write_text(text)
+        return path
+
+    def test_command_line_beats_environment_beats_file_beats_default(self):
+        path = self.file("codec: i8\nthreads: 3\nram_budget: 1GiB\n")
+        shown = self.shown("--config", path, "--codec", "f16", env={"KVCELL_CODEC": "i4", "KVCELL_THREADS": "2"})
+        self.assertEqual(shown["codec"], ("f16", "command line"))
+        self.assertEqual(shown["threads"], ("2", "environment KVCELL_THREADS"))
+        self.assertEqual(shown["ram-budget"], ("1GiB", f"{path}:3"))
+        self.assertEqual(shown["sinks"], ("4", "default"))
+
+    def test_the_file_is_found_through_the_environment_and_at_its_usual_place(self):
+        path = self.file("codec: i8\n")
+        self.assertEqual(self.shown(env={"KVCELL_CONFIG": str(path)})["codec"], ("i8", f"{path}:1"))
+        usual = self.home / ".config/kvcell/config.yaml"
+        usual.parent.mkdir(parents=True)
+        usual.write_text("codec: f16\n")
+        self.assertEqual(self.shown()["codec"], ("f16", f"{usual}:1"))
+
+    def test_the_default_store_follows_xdg(self):
+        self.assertEqual(self.shown()["store"][0], f"{self.home}/.local/share/kvcell")
+        self.assertEqual(self.shown(env={"XDG_DATA_HOME": "/data"})["store"][0], "/data/kvcell")
+
+    def test_mistakes_name_where_they_are(self):
+        path = self.file("codec: i8\ncodek: i4\n")
+        self.refused("config", "show", "--config", path, code=2, words=[f"{path}:2", "codek"])
+        path = self.file("threads: none\n")
+        self.refused("config", "show", "--config", path, code=2, words=[f"{path}:1", "threads"])
+        path = self.file("threads: [1, 2\n")
+        self.refused("config", "show", "--config", path, code=2, words=[str(path)])
+        self.refused("config", "show", "--config", self.home / "nope", code=1, words=["nope"])
+        self.refused("config", "show", code=2, words=["KVCELL_SINKS"], env={"KVCELL_SINKS": "65"})
+
+    def test_a_setting_from_the_file_is_what_runs(self):
+        path = self.file(f"model: {MODEL}\ncodec: i8\nmax-tokens: 2\nraw: true\n")
+        report = self.json("run", "-p", "One two", "--config", path)
+        self.assertEqual((report["codec"], report["generated_tokens"]), ("i8", 2))
+
+
+class Plan(CliTest):
+    SHAPE = ["--layers", 4, "--kv-heads", 2, "--head-dim", 64]
+
+    def rows(self, *args):
+        return self.json("plan", *args)["rows"]
+
+    def test_query_heads_take_no_kv_memory(self):
+        plain, grouped = (self.rows(*self.SHAPE, "--heads", h, "--context", 4096, "--codec", "i4")[0] for h in (2, 16))
+        self.assertEqual(plain["kv_bytes"], grouped["kv_bytes"])
+
+    def test_every_context_batch_and_codec_has_a_row(self):
+        rows = self.rows(*self.SHAPE, "--context", 1024, 4096, "--batch", 1, 2, "--codec", "f16", "k=int8:g64,v=int4:g64")
+        self.assertEqual(len(rows), 8)
+        self.assertEqual({r["codec"] for r in rows}, {"f16", "k=int8:g64,v=int4:g64"})
+        for row in rows:
+            self.assertTrue({"context", "batch", "codec", "kv_bytes", "weights_bytes", "working_bytes"} <= row.keys())
+
+    def test_four_bits_take_less_than_0_31_of_f16(self):
+        f16, i4 = self.rows(*self.SHAPE, "--context", 65536, "--codec", "f16", "i4")
+        self.assertLess(i4["kv_bytes"], 0.31 * f16["kv_bytes"])
+
+    def test_twice_the_batch_takes_twice_the_kv(self):
+        one, two = self.rows(*self.SHAPE, "--context", 8192, "--batch", 1, 2, "--codec", "i4")
+        self.assertEqual(two["kv_bytes"], 2 * one["kv_bytes"])
+
+    def test_the_plan_is_what_is_allocated(self):
+        prompt = TEXT * 12
+        ran = self.json("run", "-m", MODEL, "--raw", "-p", prompt, "-n", 1)
+        tokens = ran["context_tokens"]
+        row = self.rows("-m", MODEL, "--context", tokens, "--codec", "i4")[0]
+        self.assertAlmostEqual(row["kv_bytes"] / ran["kv"]["bytes"], 1.0, delta=0.02)
+        self.assertGreater(row["weights_bytes"], 0.9 * os.path.getsize(MODEL))
+
+    def test_a_shape_that_can_not_be_is_refused(self):
+        self.refused("plan", "--layers", 2, "--kv-heads", 3, "--heads", 4, "--head-dim", 64, code=2, words=["--heads 4"])
+
+
+class Run(CliTest):
+    def test_the_report_has_what_scripts_read(self):
+        report = self.run_json("-p", "Name three colours.", "-n", 8)
+        for key in ("prompt_tokens", "reused_tokens", "generated_tokens", "tokens", "text", "ttft_ms", "prefill_tokens_per_s",
+                    "decode_tokens_per_s", "peak_rss_bytes", "isa"):
+            self.assertIn(key, report)
+        for key in ("bytes", "ram_bytes", "file_bytes", "f16_bytes", "bits_per_element", "cells"):
+            self.assertIn(key, report["kv"])
+        self.assertEqual(report["generated_tokens"], len(report["tokens"]))
+        self.assertEqual(set(report["kv"]["cells"]), {"ACTIVE", "QUANTIZED", "PERSISTED", "RECOVERING", "EVICTED"})
+
+    def test_text_and_nothing_else_on_standard_output(self):
+        report = self.run_json("-p", "Name three colours.", "-n", 8)
+        done = self.call("run", "-m", MODEL, "-p", "Name three colours.", "-n", 8, "--quiet")
+        self.assertEqual((done.stdout, done.stderr), (report["text"] + "\n", ""))
+
+    def test_a_prompt_comes_from_standard_input_or_a_file(self):
+        path = self.home / "prompt.txt"
+        path.write_text(TEXT)
+        expected = self.run_json("--raw", "-p", TEXT, "-n", 4)["tokens"]
+        self.assertEqual(self.run_json("--raw", "-f", path, "-n", 4)["tokens"], expected)
+        self.assertEqual(self.run_json("--raw", "-f", "-", "-n", 4, stdin=TEXT)["tokens"], expected)
+
+    def test_the_same_seed_gives_the_same_answer(self):
+        args = ("--raw", "-p", "Once upon a time", "-n", 12, "--temp", 1.0, "--top-k", 0, "--min-p", 0)
+        first, again, other = (self.run_json(*args, "--seed", s)["tokens"] for s in (1, 1, 2))
+        self.assertEqual(first, again)
+        self.assertNotEqual(first, other)
+
+    def test_four_bit_cells_take_less_and_the_codec_in_use_is_shown(self):
+        report = self.run_json("--raw", "-p", TEXT * 10, "-n", 2)
+        self.assertEqual(report["codec"], "i4")
+        self.assertLess(report["kv"]["bits_per_element"], 4.6)
+        self.assertLess(report["kv"]["bytes"], 0.45 * report["kv"]["f16_bytes"])
+        self.assertGreater(report["kv"]["cells"]["QUANTIZED"], 0)
+
+    def test_a_full_context_ends_the_answer(self):
+        report = self.run_json("--raw", "-p", TEXT, "-n", 200, "--ctx", 100)
+        self.assertEqual((report["end"], report["context_tokens"]), ("context_full", 100))
+
+
+class Resume(CliTest):
+    def test_stopped_anywhere_it_goes_on_as_if_it_had_not(self):
+        prompt = self.run_json("--raw", "-p", TEXT, "-n", 0)["prompt_tokens"]
+        edge = (prompt // BLOCK + 1) * BLOCK
+        whole = self.run_json("--raw", "-p", TEXT, "-n", edge + 1 - prompt + 6)["tokens"]
+        for length in (edge - 1, edge, edge + 1):
+            session = f"at-{length}"
+            first = self.run_json("--raw", "-p", TEXT, "-n", length - prompt, "--session", session)
+            self.assertEqual(first["context_tokens"], length)
+            second = self.run_json("-n", 6, "--session", session)
+            self.assertEqual(second["reused_tokens"], length)
+            self.assertEqual(second["prompt_tokens"], 0)
+            self.assertEqual(first["tokens"] + second["tokens"], whole[: length - prompt + 6], session)
+
+    def test_sampling_goes_on_with_the_stored_options(self):
+        args = ("--raw", "-p", "Once upon a time", "--temp", 0.9, "--seed", 7)
+        whole = self.run_json(*args, "-n", 16)["tokens"]
+        first = self.run_json(*args, "-n", 8, "--session", "s")["tokens"]
+        self.assertEqual(first + self.run_json("-n", 8, "--session", "s")["tokens"], whole)
+
+    def test_a_second_question_is_the_next_turn(self):
+        first = self.run_json("-p", "What is the capital of France?", "-n", 24, "--session", "s")
+        second = self.run_json("-p", "And of Italy?", "-n", 24, "--session", "s")
+        self.assertEqual(second["reused_tokens"], first["context_tokens"])
+        self.assertLess(second["prompt_tokens"], 24)
+        self.assertIn("Rome", second["text"])
+
+    def test_with_nothing_left_to_say_a_prompt_is_asked_for(self):
+        first = self.run_json("-p", "Say yes.", "-n", 200, "--session", "s")
+        self.assertEqual(first["end"], "ended")
+        done = self.call("run", "-m", MODEL, "--store", self.store, "--session", "s", "-n", 5, "--json")
+        self.assertEqual(done.returncode, 0)
+        self.assertIn("give a new prompt", done.stderr)
+        self.assertEqual(json.loads(done.stdout)["generated_tokens"], 0)
+
+    def test_another_codec_is_refused_by_name_and_the_session_stays(self):
+        first = self.run_json("--raw", "-p", TEXT, "-n", 4, "--session", "s")
+        self.refused("run", "-m", MODEL, "--store", self.store, "--session", "s", "--codec", "i8", "-n", 1, code=1,
+                     words=["codec"])
+        self.assertEqual(self.run_json("--session", "s", "-n", 1)["reused_tokens"], first["context_tokens"])
+
+    def test_ctrl_c_stores_what_there_is(self):
+        process = subprocess.Popen([KVCELL, "run", "-m", MODEL, "--store", self.store, "--raw", "-p", TEXT, "-n", "100000",
+                                    "--ctx", "8000", "--session", "s"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.env)
+        process.stdout.read(20)  # the answer has begun
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=120)
+        self.assertEqual(process.returncode, 130)
+        tokens = self.json("sessions", "show", "s", "--store", self.store)["tokens"]
+        self.assertEqual(self.run_json("--session", "s", "-n", 1)["reused_tokens"], tokens)
+
+    def test_a_damaged_file_shortens_what_is_used_and_says_so(self):
+        prompt = TEXT * 4
+        whole = self.run_json("--raw", "-p", prompt, "-n", 10)["tokens"]
+        self.run_json("--raw", "-p", prompt, "-n", 4, "--session", "s")
+        cell = next(c for c in self.json("inspect", "--session", "s", "--store", self.store)["cells"]
+                    if c["token_start"] == BLOCK and c["layer"] == 7)
+        with open(cell["storage_path"], "r+b") as segment:
+            segment.seek(cell["offset"] + 200)
+            byte = segment.read(1)[0]
+            segment.seek(cell["offset"] + 200)
+            segment.write(bytes([byte ^ 4]))
+        damaged = self.call("store", "verify", "--store", self.store, "--json")
+        self.assertEqual(damaged.returncode, 1)
+        found = json.loads(damaged.stdout)["damaged"]
+        self.assertEqual([(d["layer"], d["head"], d["position"]) for d in found], [(7, cell["head"], BLOCK)])
+
+        report = self.run_json("--session", "s", "-n", 6)
+        self.assertEqual(report["reused_tokens"], BLOCK)
+        self.assertIn("computed again", report["note"])
+        self.assertEqual(report["tokens"], whole[4:])
+
+    def test_budget_smaller_than_the_context_gives_the_same_answer(self):
+        prompt = TEXT * 8
+        free = self.run_json("--raw", "-p", prompt, "-n", 8)
+        smallest = self.json("plan", "-m", MODEL, "--context", 1024, "--codec", "i4")["rows"][0]["minimum_ram_budget"]
+        tight = self.run_json("--raw", "-p", prompt, "-n", 8, "--ctx", 1024, "--ram-budget", smallest)
+        self.assertEqual(tight["tokens"], free["tokens"])
+        self.assertLessEqual(tight["kv"]["ram_peak_bytes"], smallest)
+        self.assertGreater(tight["kv"]["cells"]["PERSISTED"], 0)
+
+
+class Sessions(CliTest):
+    def setUp(self):
+        super().setUp()
+        self.first = self.run_json("--raw", "-p", TEXT, "-n", 4, "--session", "first")
+
+    def test_ls_and_show(self):
+        sessions = self.json("sessions", "ls", "--store", self.store)["sessions"]
+        self.assertEqual([(s["name"], s["tokens"]) for s in sessions], [("first", self.first["context_tokens"])])
+        for key in ("bytes", "model", "last_used"):
+            self.assertTrue(sessions[0][key])
+        shown = self.json("sessions", "show", "first", "--store", self.store)
+        self.assertIn("codec", shown["identity"])
+        self.assertEqual(shown["extras"]["raw"], True)
+
+    def test_ls_in_a_pipe_is_plain_columns(self):
+        done = self.call("sessions", "ls", "--store", self.store)
+        self.assertEqual(done.stdout.split("\t")[:2], ["first", str(self.first["context_tokens"])])
+
+    def test_export_and_import_move_a_session(self):
+        path = self.home / "first.kvcell"
+        self.json("sessions", "export", "first", path, "--store", self.store)
+        other = str(self.home / "other")
+        self.assertEqual(self.json("sessions", "import", path, "--as", "second", "--store", other)["name"], "second")
+        here = self.run_json("--session", "first", "-n", 3)
+        there = self.json("run", "-m", MODEL, "--store", other, "--session", "second", "-n", 3)
+        self.assertEqual(here["tokens"], there["tokens"])
+        self.assertEqual(there["reused_tokens"], self.first["context_tokens"])
+        data = path.read_bytes()
+        path.write_bytes(data[:-100])
+        self.refused("sessions", "import", path, "--as", "third", "--store", other, code=1, words=[str(path)])
+
+    def test_rm_removes(self):
+        self.assertEqual(self.call("sessions", "rm", "first", "--erase", "--store", self.store).returncode, 0)
+        self.assertEqual(self.json("sessions", "ls", "--store", self.store)["sessions"], [])
+        self.refused("sessions", "rm", "first", "--store", self.store, code=1, words=["first"])
+
+    def test_inspect_lists_every_cell(self):
+        report = self.json("inspect", "--store", self.store, "--session", "first")
+        tokens = self.first["context_tokens"]
+        self.assertEqual(len(report["cells"]), 30 * 3 * -(-tokens // BLOCK))
+        self.assertEqual(report["by_state"]["PERSISTED"]["cells"], 30 * 3 * (tokens // BLOCK))
+        cell = report["cells"][0]
+        for key in ("layer", "head", "token_start", "token_end", "state", "k_precision", "v_precision", "tier", "storage_path",
+                    "offset", "length", "checksum", "refs", "reads", "last_access"):
+            self.assertIn(key, cell)
+        self.assertEqual((cell["state"], cell["k_precision"], cell["tier"]), ("PERSISTED", "int4", "file"))
+        self.assertTrue(os.path.getsize(cell["storage_path"]) >= cell["offset"] + cell["length"])
+
+    def test_store_stats_and_verify(self):
+        stats = self.json("store", "stats", "--store", self.store)
+        verified = self.json("store", "verify", "--store", self.store)
+        self.assertEqual(stats["sessions"], 1)
+        self.assertEqual((verified["cells"], verified["damaged"]), (stats["cells"], []))
+        self.assertEqual(verified["cells"], 30 * 3 * (self.first["context_tokens"] // BLOCK))
+
+    def test_files_are_the_owners_alone(self):
+        for path in [self.store, *glob.glob(self.store + "/**", recursive=True)]:
+            self.assertEqual(os.stat(path).st_mode & 0o077, 0, path)
+
+    def test_chat_goes_on_with_it(self):
+        done = self.call("chat", "-m", MODEL, "--store", self.store, "--session", "talk", "-n", "12",
+                         stdin="What is the capital of France?\n/stats\n/nonsense\n/quit\n")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("Paris", done.stdout)
+        self.assertIn("no such command", done.stderr)
+        self.assertIn("talk", [s["name"] for s in self.json("sessions", "ls", "--store", self.store)["sessions"]])
+
+
+class BadInput(CliTest):
+    def bad_model(self, name, data):
+        path = self.home / name
+        path.write_bytes(data)
+        return path
+
+    def test_model_files_that_are_none(self):
+        with open(MODEL, "rb") as file:
+            head = file.read(1 << 20)
+        self.refused("run", "-m", self.home / "nope.gguf", "-p", "x", code=1, words=["nope.gguf"])
+        self.refused("run", "-m", self.home, "-p", "x", code=1, words=[str(self.home)])
+        for name, data in {"empty.gguf": b"", "text.gguf": b"hello world, this is no model", "head.gguf": head[:16],
+                           "cut.gguf": head, "version.gguf": head[:4] + b"\xff\0\0\0" + head[8:],
+                           "counts.gguf": head[:8] + b"\xff" * 16 + head[24:]}.items():
+            self.refused("run", "-m", self.bad_model(name, data), "-p", "x", code=1, words=[name])
+
+    def test_requests_that_can_not_be_met_are_refused_before_the_model_loads(self):
+        start = time.monotonic()
+        self.refused("run", "-m", MODEL, "-p", "x", "--codec", "int5", code=2, words=["--codec", "int5"])
+        self.refused("run", "-m", MODEL, "-p", "x", "--codec", "k=int4:g63,v=f16", code=2, words=["--codec"])
+        self.refused("run", "-m", MODEL, "-p", "x", "--session", "../x", code=2, words=["--session"])
+        self.refused("run", "-m", MODEL, "-p", "x", "--session", "", code=2, words=["--session"])
+        self.refused("run", "-m", MODEL, "-p", "x", "--ram-budget", "1KiB", code=2, words=["smallest that would do"])
+        self.assertLess(time.monotonic() - start, 60)
+
+    def test_the_smallest_budget_that_the_refusal_names_works(self):
+        text = self.refused("run", "-m", MODEL, "-p", "x", "--ctx", "512", "--ram-budget", "1KiB", code=2, words=[])
+        smallest = int(text.split("(")[1].split(" bytes")[0])
+        self.assertEqual(self.run_json("-p", "x", "--ctx", 512, "--ram-budget", smallest, "-n", 2)["generated_tokens"], 2)
+        self.refused("run", "-m", MODEL, "-p", "x", "--ctx", "512", "--ram-budget", smallest - 1, code=2, words=["smallest"])
+
+    def test_a_prompt_longer_than_the_context_names_both_numbers(self):
+        self.refused("run", "-m", MODEL, "--raw", "-p", TEXT * 4, "--ctx", "64", code=2, words=["64", "tokens"])
+
+    def test_prompts_without_end_or_content(self):
+        self.refused("run", "-m", MODEL, "-f", "/dev/zero", code=2, words=["/dev/zero", "larger than"])
+        self.refused("run", "-m", MODEL, "-f", self.home, code=1, words=[str(self.home)])
+        self.refused("run", "-m", MODEL, "-f", self.home / "nope.txt", "--session", "s", code=1, words=["nope.txt"])
+        self.refused("run", "-m", MODEL, "--session", "s", "--store", self.store, code=2, words=["give a prompt"])
+
+    def test_bytes_that_are_no_text_are_a_prompt_all_the_same(self):
+        path = self.home / "bytes"
+        path.write_bytes(bytes(range(1, 256)))
+        self.assertEqual(self.run_json("--raw", "-f", path, "-n", 2)["generated_tokens"], 2)
+
+    def test_store_directories_that_can_not_be(self):
+        file = self.home / "file"
+        file.write_text("x")
+        self.refused("run", "-m", MODEL, "-p", "x", "--session", "s", "--store", file, code=1, words=[str(file)])
+        self.refused("run", "-m", MODEL, "-p", "x", "--session", "s", "--store", "/proc/kvcell", code=1, words=["/proc/kvcell"])
+        self.refused("sessions", "ls", "--store", self.home / "nope", code=1, words=["nope"])
+        self.refused("inspect", "--session", "s", "--store", self.home / "nope", code=1, words=["nope"])
+
+    def test_a_full_disk_is_told_and_what_was_stored_stays(self):
+        mount = self.home / "small"
+        mount.mkdir()
+        if os.geteuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "tmpfs", mount], check=False,
+                                               capture_output=True).returncode != 0:
+            self.skipTest("needs the right to mount a small tmpfs")
+        self.addCleanup(subprocess.run, ["umount", "-l", mount], check=False)
+        store = str(mount / "store")
+        self.json("run", "-m", MODEL, "--store", store, "--session", "small", "--raw", "-p", "One two three", "-n", 2)
+        before = self.json("sessions", "ls", "--store", store)["sessions"]
+        self.refused("run", "-m", MODEL, "--store", store, "--session", "large", "--raw", "-p", TEXT * 12, "-n", "1", "--quiet",
+                     "--json", code=1, words=["space"])
+        after = self.json("sessions", "ls", "--store", store)["sessions"]
+        self.assertEqual(before, after)
+        self.assertEqual(self.json("store", "verify", "--store", store)["damaged"], [])
+
+
+if __name__ == "__main__":
+    unittest.main(verbosity=2, argv=[sys.argv[0], *sys.argv[1:]])
