@@ -29,6 +29,7 @@ function(kvcell_layer name)
   if(KVCELL_TESTS AND tests)
     add_executable(${name}_test ${tests})
     target_link_libraries(${name}_test PRIVATE kvcell_${name} kvcell_options GTest::gmock GTest::gtest_main)
+    target_compile_options(${name}_test PRIVATE -O1 -g0) # tests are compiled often and run briefly
     set(label unit)
     if(arg_CONCURRENT)
       set(label unit-concurrent)

@@ -76,6 +76,7 @@ struct CacheStats {
   uint64_t f16_bytes = 0;        // the same tokens in f16
   double bits_per_element = 0;   // of a sealed cell
   uint64_t reads_ram = 0, reads_file = 0;  // cells attended
+  uint64_t approximate_reads = 0;  // coded cells read where recent_blocks promised exact ones (after a cut)
   uint64_t transitions = 0;
   uint64_t saturated = 0, not_finite = 0;  // values that append had to change
 };
@@ -131,7 +132,7 @@ class Cache {
   // Appends K and V of the step's rows to layer `layer` and attends: k [n_rows, n_kv_heads, dk], v [n_rows, n_kv_heads, dv],
   // q [n_rows, n_heads, dk] in f32, after RoPE; out [n_rows, n_heads, dv]. Layers in order, each once. To run on several
   // threads, all of parts 0..n_parts-1 are called with the same arguments at the same time (they meet at a barrier inside).
-  // Errors are kept for Commit; out is then zeros.
+  // Errors are kept for Commit; out then means nothing.
   virtual void Compute(int layer, const float* k, const float* v, const float* q, float* out, int part = 0,
                        int n_parts = 1) noexcept = 0;
   // The same in two calls, on one thread.
@@ -145,7 +146,8 @@ class Cache {
   virtual Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits,
                       const std::string& extras) = 0;
   // Brings a session back. kNotFound; kMismatch naming the identity field that differs; kBusy naming the process that holds
-  // it. Damage shortens `usable` and is told in `note`. The session stays locked for writing until `CloseSession` or the end.
+  // it. Damage shortens `usable` and is told in `note`. The session stays locked for
+  // writing until the sequence is freed.
   virtual Result<OpenedSession> OpenSession(const std::string& name) = 0;
 
   virtual CacheStats Stats() const = 0;

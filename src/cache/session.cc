@@ -175,6 +175,7 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
         !std::equal(stored.tokens.begin(), stored.tokens.end(), record.tokens.begin() + static_cast<std::ptrdiff_t>(b * kBlockTokens))) {
       *note = fmt::format("block {} of the session has another key than its tokens make", b);
       ReleaseFrom(sequence, b);
+      for (size_t rest = b; rest < n_blocks; ++rest) store_->Release(record.blocks[rest]);
       break;
     }
     memory_->StoredBlock(block, stored.places, stored.generation);
@@ -209,16 +210,24 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name) {
   if (in_step_) return Fail(StatusCode::kBusy, "OpenSession during a step; Commit or Abort it first");
   if (store_ == nullptr) return Fail(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
   KVCELL_FAIL_IF_ERROR(CheckSessionName(name));
+  // Locked first: what is loaded stays the newest.
+  auto lock = store_->LockSession(name);
+  if (!lock) return Fail(lock.error());
   auto record = store_->Load(name);
   if (!record) return Fail(record.error());
+  const auto release_all = [&] {
+    for (const BlockRecord& block : record->blocks) store_->Release(block);
+  };
   if (const auto difference = IdentityDifference(record->identity, identity_)) {
+    release_all();
     return Fail(StatusCode::kMismatch,
                 fmt::format("session '{}' was made with another {}; use what it was made with, or another session name", name, *difference));
   }
-  auto lock = store_->LockSession(name);
-  if (!lock) return Fail(lock.error());
   auto id = Create();
-  if (!id) return Fail(id.error());
+  if (!id) {
+    release_all();
+    return Fail(id.error());
+  }
   Sequence* sequence = Find(*id);
   OpenedSession opened;
   opened.sequence = *id;
