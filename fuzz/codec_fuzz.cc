@@ -1,4 +1,5 @@
-// Fuzzes what reads bytes and text from outside: codec specs, cell headers, and the decoding of cells whose payload is anything.
+// Fuzzes what reads bytes and text from outside: codec specs, cell headers, and the decoding of cells whose payload is
+// anything.
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>

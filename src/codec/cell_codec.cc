@@ -50,13 +50,15 @@ float Level(const SideLayout& side, const std::byte* cell, int token, int dim, b
   return float(LevelTable(side.spec.levels)[size_t(place.high ? pair >> 4 : pair & 15)]);
 }
 
-void DecodeSide(const SideLayout& side, const std::byte* cell, bool is_key, int first_token, float offset_scale, float* out) {
+void DecodeSide(const SideLayout& side, const std::byte* cell, bool is_key, int first_token, float offset_scale,
+                float* out) {
   std::fill(out, out + size_t(kBlockTokens) * size_t(side.dim), 0.0f);
   for (int t = first_token; t < kBlockTokens; ++t) {
     float* row = out + size_t(t) * size_t(side.dim);
     for (int d = 0; d < side.dim; ++d) {
       if (side.spec.type == SideSpec::Type::kF16) {
-        const size_t index = is_key ? size_t(d) * kBlockTokens + size_t(t) : size_t(t) * size_t(side.dim_padded) + size_t(d);
+        const size_t index =
+            is_key ? size_t(d) * kBlockTokens + size_t(t) : size_t(t) * size_t(side.dim_padded) + size_t(d);
         row[d] = F16ToF32(LoadU16(cell + side.codes + index * 2));
         continue;
       }
@@ -81,8 +83,8 @@ void WriteExactToken(const ExactLayout& layout, std::byte* cell, int t, const fl
   std::memcpy(cell + layout.v + size_t(t) * size_t(layout.dv_padded) * 2, half, size_t(layout.dv_padded) * 2);
 }
 
-void CopyExactTokens(const ExactLayout& from_layout, const std::byte* from, int begin, int end, const ExactLayout& to_layout,
-                     std::byte* to, int at) {
+void CopyExactTokens(const ExactLayout& from_layout, const std::byte* from, int begin, int end,
+                     const ExactLayout& to_layout, std::byte* to, int at) {
   const size_t n = size_t(end - begin);
   for (int d = 0; d < from_layout.dk; ++d) {
     std::memcpy(to + (size_t(d) * size_t(to_layout.n_tokens) + size_t(at)) * 2,
@@ -109,10 +111,9 @@ void EncodeCellWith(const EncodeKernels& kernels, const CellLayout& layout, cons
   header.version = kCellVersion;
   header.first_token = uint16_t(first_token);
   header.bytes = layout.bytes;
-  header.k_offset_scale =
-      kernels.encode_k(layout.k, k, first_token, reinterpret_cast<uint8_t*>(out + layout.k.codes),
-                       reinterpret_cast<uint16_t*>(out + layout.k.scales),
-                       reinterpret_cast<int8_t*>(out + layout.k.channel_offset));
+  header.k_offset_scale = kernels.encode_k(layout.k, k, first_token, reinterpret_cast<uint8_t*>(out + layout.k.codes),
+                                           reinterpret_cast<uint16_t*>(out + layout.k.scales),
+                                           reinterpret_cast<int8_t*>(out + layout.k.channel_offset));
   kernels.encode_v(layout.v, v, first_token, reinterpret_cast<uint8_t*>(out + layout.v.codes),
                    reinterpret_cast<uint16_t*>(out + layout.v.scales));
   std::memcpy(out, &header, sizeof(header));
@@ -152,9 +153,10 @@ void SealHeader(std::byte* cell, uint16_t layer, uint16_t head, uint64_t positio
 Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, uint64_t position,
                   const uint8_t block_key[16]) {
   const auto damaged = [&](const std::string& what) {
-    return Status(StatusCode::kCorruption,
-                  fmt::format("cell (layer {}, head {}, position {}): {}; it will not be used, its tokens must be computed again",
-                              layer, head, position, what));
+    return Status(
+        StatusCode::kCorruption,
+        fmt::format("cell (layer {}, head {}, position {}): {}; it will not be used, its tokens must be computed again",
+                    layer, head, position, what));
   };
   if (cell.size() < sizeof(CellHeader)) return damaged(fmt::format("only {} bytes, less than a header", cell.size()));
   const CellHeader header = LoadHeader(cell.data());
@@ -168,7 +170,8 @@ Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head
   if (header.layer != layer) return damaged(fmt::format("layer is {}", header.layer));
   if (header.head != head) return damaged(fmt::format("head is {}", header.head));
   if (header.position != position) return damaged(fmt::format("position is {}", header.position));
-  if (std::memcmp(header.block_key, block_key, sizeof(header.block_key)) != 0) return damaged("block_key is another block's");
+  if (std::memcmp(header.block_key, block_key, sizeof(header.block_key)) != 0)
+    return damaged("block_key is another block's");
   if (header.first_token > kBlockTokens) return damaged(fmt::format("first_token is {}", header.first_token));
   if (header.reserved != 0) return damaged("reserved is not zero");
   return OkStatus();

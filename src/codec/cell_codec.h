@@ -15,23 +15,24 @@ struct SanitizeCounts {
   uint64_t not_finite = 0;  // NaN or infinite; stored as 0
 };
 
-// Rounds k [dk] and v [dv] to f16 (nearest even) into token `t` of an exact cell. Values that f16 can't hold are saturated
-// or zeroed and counted; neighbours are never affected.
+// Rounds k [dk] and v [dv] to f16 (nearest even) into token `t` of an exact cell. Values that f16 can't hold are
+// saturated or zeroed and counted; neighbours are never affected.
 void WriteExactToken(const ExactLayout& layout, std::byte* cell, int t, const float* k, const float* v,
                      SanitizeCounts* counts);
 
 // Copies tokens [from, to) of one exact cell to another whose token count may differ, starting at token `at`.
-void CopyExactTokens(const ExactLayout& from_layout, const std::byte* from, int begin, int end, const ExactLayout& to_layout,
-                     std::byte* to, int at);
+void CopyExactTokens(const ExactLayout& from_layout, const std::byte* from, int begin, int end,
+                     const ExactLayout& to_layout, std::byte* to, int at);
 
-// Codes all 64 tokens of an exact cell (n_tokens = 64) into `out` [layout.bytes], header included but for key, generation and
-// checksum, which are zero (SealHeader sets them). Tokens [0, first_token) take no part and code as zero. The bytes depend on
-// the values alone: not on instruction set, thread or how they were appended. Never fails; any f16 input is defined.
+// Codes all 64 tokens of an exact cell (n_tokens = 64) into `out` [layout.bytes], header included but for key,
+// generation and checksum, which are zero (SealHeader sets them). Tokens [0, first_token) take no part and code as
+// zero. The bytes depend on the values alone: not on instruction set, thread or how they were appended. Never fails;
+// any f16 input is defined.
 void EncodeCell(const CellLayout& layout, const ExactLayout& exact_layout, const std::byte* exact, int first_token,
                 std::byte* out);
 
-// Decodes a sealed cell to k [64, dk] and v [64, dv] in the original basis (rotation and offsets undone). For tests, lab and
-// oracles; attention never calls it.
+// Decodes a sealed cell to k [64, dk] and v [64, dv] in the original basis (rotation and offsets undone). For tests,
+// lab and oracles; attention never calls it.
 void DecodeCell(const CellLayout& layout, const std::byte* cell, float* k, float* v);
 
 // The same for an exact cell's tokens [0, n): k [n, dk], v [n, dv].
@@ -45,8 +46,8 @@ void SealHeader(std::byte* cell, uint16_t layer, uint16_t head, uint64_t positio
 Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, uint64_t position,
                   const uint8_t block_key[16]);
 
-// Rotates x [dim] in place by the orthonormal block-diagonal Hadamard matrix of a side (its own inverse); a no-op where the
-// side has none.
+// Rotates x [dim] in place by the orthonormal block-diagonal Hadamard matrix of a side (its own inverse); a no-op where
+// the side has none.
 void RotateInPlace(const SideLayout& side, float* x);
 
 }  // namespace kvcell

@@ -123,7 +123,8 @@ float Scale(const Coded& coded, const SideLayout& side, int t, int d) {
   return F16ToF32(bits);
 }
 
-// --- Error contracts -------------------------------------------------------------------------------------------------------
+// --- Error contracts
+// -------------------------------------------------------------------------------------------------------
 
 TEST(CellCodec, GaussianErrorStaysWithinEachPresetsBound) {
   for (const int dk : kDims) {
@@ -141,7 +142,8 @@ TEST(CellCodec, GaussianErrorStaysWithinEachPresetsBound) {
   }
 }
 
-// Without a rotation each value stands alone: half the widest gap between levels, or what lies beyond the outermost one.
+// Without a rotation each value stands alone: half the widest gap between levels, or what lies beyond the outermost
+// one.
 TEST(CellCodec, WorstErrorIsHalfAGapOrTheClippedPart) {
   struct Contract {
     const char* spec;
@@ -163,7 +165,8 @@ TEST(CellCodec, WorstErrorIsHalfAGapOrTheClippedPart) {
           const float clipped = std::max({x - c.high * scale, c.low * scale - x, 0.0f});
           // Thresholds are chosen on values in units of absmax / 16384.
           const float slack = 1e-3f * c.high * scale + 1e-3f * clipped;
-          ASSERT_LE(std::abs(x - got[size_t(i)]), std::max(0.5f * c.gap * scale, clipped) + slack) << c.spec << " " << i;
+          ASSERT_LE(std::abs(x - got[size_t(i)]), std::max(0.5f * c.gap * scale, clipped) + slack)
+              << c.spec << " " << i;
         }
       };
       check(coded.layout.k, values.k, coded.decoded.k);
@@ -218,7 +221,8 @@ TEST(CellCodec, ScaleSearchIsNearTheBestScale) {
   EXPECT_LT(got, 1.02 * best);
 }
 
-// --- Field cases -----------------------------------------------------------------------------------------------------------
+// --- Field cases
+// -----------------------------------------------------------------------------------------------------------
 
 TEST(FieldCases, A1ZeroRowsAndGroupsDecodeToExactlyZero) {
   for (const char* spec : kSpecs) {
@@ -250,7 +254,8 @@ TEST(FieldCases, A4OutliersSaturateAndAreCounted) {
   for (const char* spec : kSpecs) {
     const Coded coded = Code(spec, exact);
     EXPECT_TRUE(AllFinite(coded.decoded)) << spec;
-    // Where 127 small values share its scale, clipping it is the smaller error: Lloyd-Max levels have no zero for the others.
+    // Where 127 small values share its scale, clipping it is the smaller error: Lloyd-Max levels have no zero for the
+    // others.
     EXPECT_NEAR(coded.decoded.k[0], -65504.0f, 0.25f * 65504.0f) << spec;
   }
 }
@@ -388,8 +393,8 @@ TEST(FieldCases, A17BytesDoNotDependOnHowTokensWereSplit) {
       CellBytes step(step_layout.bytes, 0xff);
       SanitizeCounts counts;
       for (int i = 0; i < n; ++i) {
-        WriteExactToken(step_layout, step.data(), 11 + i, &values.k[size_t((done + i) * 80)], &values.v[size_t((done + i) * 65)],
-                        &counts);
+        WriteExactToken(step_layout, step.data(), 11 + i, &values.k[size_t((done + i) * 80)],
+                        &values.v[size_t((done + i) * 65)], &counts);
       }
       CopyExactTokens(step_layout, step.data(), 11, 11 + n, joined.layout, joined.bytes.data(), done);
       done += n;
@@ -408,11 +413,12 @@ TEST(FieldCases, A20OneCellsValuesNeverReachAnother) {
   }
 }
 
-// A token a thousand times larger moves nothing but tokens that share its scale by the format's rule (without channel offsets,
-// which a block's tokens share).
+// A token a thousand times larger moves nothing but tokens that share its scale by the format's rule (without channel
+// offsets, which a block's tokens share).
 TEST(FieldCases, A24GroupsCoverRowsOfConsecutiveTokens) {
   for (const int dim : {64, 96, 40}) {
-    for (const char* spec : {"k=int8:g64:rot,v=int8:g64", "k=int4:g128:lloyd:rot,v=int4:g128:sym", "k=int8:g128,v=int8:g128:rot"}) {
+    for (const char* spec :
+         {"k=int8:g64:rot,v=int8:g64", "k=int4:g128:lloyd:rot,v=int4:g128:sym", "k=int8:g128,v=int8:g128:rot"}) {
       const Values values = Gaussian(dim, dim, 17);
       Values changed = values;
       for (int d = 0; d < dim; ++d) {
@@ -436,7 +442,7 @@ TEST(FieldCases, A25TiesConstantsAndLoneOutliers) {
   Values values(32, 32);
   const auto row = [&](int t) { return &values.k[size_t(t * 32)]; };
   for (int d = 0; d < 32; ++d) {
-    row(0)[d] = 0.5f * float(d % 16 - 8);                // -8..7 times a scale: exact
+    row(0)[d] = 0.5f * float(d % 16 - 8);  // -8..7 times a scale: exact
     row(1)[d] = d % 2 ? 7.5f : -7.5f;
     row(2)[d] = d == 0 ? 1e4f : -1e-4f;
     row(3)[d] = 3.25f;                                   // smallest = largest
@@ -456,9 +462,11 @@ TEST(FieldCases, A25TiesConstantsAndLoneOutliers) {
   EXPECT_TRUE(AllFinite(lloyd.decoded));
 }
 
-// --- Bytes depend on values alone ------------------------------------------------------------------------------------------
+// --- Bytes depend on values alone
+// ------------------------------------------------------------------------------------------
 
-// Values from integer arithmetic, so that they are the same everywhere: bell-shaped, a few outliers, some channels off zero.
+// Values from integer arithmetic, so that they are the same everywhere: bell-shaped, a few outliers, some channels off
+// zero.
 Values Synthetic(int dk, int dv, uint64_t seed) {
   Values values(dk, dv);
   uint64_t state = seed * 0x9e3779b97f4a7c15u + 1;
@@ -481,7 +489,8 @@ TEST(Determinism, EveryInstanceGivesTheSameBytes) {
   if (avx2 == nullptr) GTEST_SKIP() << "no AVX2 here";
   for (const char* spec : kSpecs) {
     for (const int dk : kDims) {
-      for (const auto& [dv, first_token, scale] : {std::tuple{dk, 0, 1.0f}, {64, 4, 1e-6f}, {7, 64, 1.0f}, {80, 37, 3e4f}}) {
+      for (const auto& [dv, first_token, scale] :
+           {std::tuple{dk, 0, 1.0f}, {64, 4, 1e-6f}, {7, 64, 1.0f}, {80, 37, 3e4f}}) {
         Values values = Synthetic(dk, dv, uint64_t(dk));
         for (float& x : values.k) x *= scale;
         const Exact exact = Append(values);
@@ -517,8 +526,8 @@ TEST(Determinism, EveryInstanceRoundsAndRotatesAlike) {
   }
 }
 
-// The bytes of format version 1, pinned: another compiler, optimisation level or instruction set must give the same, and a
-// change to the quantizer is a change of the codec's identity.
+// The bytes of format version 1, pinned: another compiler, optimisation level or instruction set must give the same,
+// and a change to the quantizer is a change of the codec's identity.
 TEST(Determinism, BytesArePinned) {
   const auto digest = [](const char* spec, int dk, int dv, int first_token) {
     Coded coded = Code(spec, Append(Synthetic(dk, dv, 42)), first_token);
@@ -555,13 +564,15 @@ TEST(CellCodec, TokensBeforeTheFirstAreNeitherReadNorCoded) {
       for (int i = 0; i < first_token * 80; ++i) ASSERT_EQ(coded.decoded.v[size_t(i)], 0.0f);
       if (first_token < 60) {
         const std::vector<float> want(values.k.begin() + first_token * 64, values.k.end());
-        EXPECT_LT(RelativeError(want, {coded.decoded.k.begin() + first_token * 64, coded.decoded.k.end()}), 0.02) << spec;
+        EXPECT_LT(RelativeError(want, {coded.decoded.k.begin() + first_token * 64, coded.decoded.k.end()}), 0.02)
+            << spec;
       }
     }
   }
 }
 
-// --- Exact cells, rotation, headers ----------------------------------------------------------------------------------------
+// --- Exact cells, rotation, headers
+// ----------------------------------------------------------------------------------------
 
 TEST(ExactCells, ReadBackRoundedValuesAndCopyBetweenSizes) {
   const Values values = Gaussian(65, 7, 19);
@@ -593,7 +604,8 @@ TEST(Rotation, IsTheBlockDiagonalHadamardMatrixAndItsOwnInverse) {
       for (size = 1; size * 2 <= dim - start;) size *= 2;
       for (int i = 0; i < size; ++i) {
         double want = 0;
-        for (int j = 0; j < size; ++j) want += (__builtin_popcount(unsigned(i & j)) % 2 ? -1.0 : 1.0) * double(x[size_t(start + j)]);
+        for (int j = 0; j < size; ++j)
+          want += (__builtin_popcount(unsigned(i & j)) % 2 ? -1.0 : 1.0) * double(x[size_t(start + j)]);
         EXPECT_NEAR(rotated[size_t(start + i)], want / std::sqrt(double(size)), 2e-6) << dim;
       }
     }

@@ -25,7 +25,8 @@ std::string SpecProblem(const SideSpec& spec, bool is_key) {
                : "";
   }
   if (spec.group != 32 && spec.group != 64 && spec.group != 128) return "its group is none of 32, 64, 128";
-  if (spec.levels != SideSpec::Levels::kUniform && spec.type != SideSpec::Type::kInt4) return "only int4 has lloyd levels";
+  if (spec.levels != SideSpec::Levels::kUniform && spec.type != SideSpec::Type::kInt4)
+    return "only int4 has lloyd levels";
   if (spec.channel_offset && !is_key) return "only K has channel offsets";
   return "";
 }
@@ -59,8 +60,9 @@ Result<CellLayout> MakeCellLayout(const CodecSpec& spec, int head_dim_k, int hea
     const char* name = is_key ? "k" : "v";
     const int dim = is_key ? head_dim_k : head_dim_v;
     if (dim < 1 || dim > kMaxHeadDim) {
-      return Fail(StatusCode::kInvalidArgument,
-                  fmt::format("codec: head_dim_{} is {}; kvcell codes heads of 1 to {} values", name, dim, kMaxHeadDim));
+      return Fail(
+          StatusCode::kInvalidArgument,
+          fmt::format("codec: head_dim_{} is {}; kvcell codes heads of 1 to {} values", name, dim, kMaxHeadDim));
     }
     if (const std::string problem = SpecProblem(is_key ? spec.k : spec.v, is_key); !problem.empty()) {
       return Fail(StatusCode::kInvalidArgument, fmt::format("codec: side {} can't be coded: {}", name, problem));

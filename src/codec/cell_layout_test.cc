@@ -124,7 +124,8 @@ TEST(ExactLayout, PlanesAreAligned) {
   }
 }
 
-// --- The Lloyd-Max codebook, computed again --------------------------------------------------------------------------------
+// --- The Lloyd-Max codebook, computed again
+// --------------------------------------------------------------------------------
 
 constexpr int kHalf = kLevelCount / 2;
 using HalfTable = std::array<double, kHalf>;  // the positive levels

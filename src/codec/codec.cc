@@ -22,7 +22,8 @@ std::string Quoted(std::string_view text) {
   return fmt::format("'{}{}'", shown, text.size() > kMaxShown ? "..." : "");
 }
 
-// Cuts `text` at the first `separator`: returns what is before it and leaves what is after; all of it where there is none.
+// Cuts `text` at the first `separator`: returns what is before it and leaves what is after; all of it where there is
+// none.
 std::string_view NextPart(std::string_view* text, char separator) {
   const size_t at = text->find(separator);
   const std::string_view part = text->substr(0, at);
@@ -81,9 +82,10 @@ Result<SideSpec> ParseSide(std::string_view text, bool is_key) {
     more = rest.find(':') != std::string_view::npos;
     const std::string_view part = NextPart(&rest, ':');
     if (part == "off" && !is_key) {
-      return Fail(StatusCode::kInvalidArgument,
-                  "codec: side v has 'off'; channel means are a property of keys, on values they cost bytes and give nothing: "
-                  "leave it out");
+      return Fail(
+          StatusCode::kInvalidArgument,
+          "codec: side v has 'off'; channel means are a property of keys, on values they cost bytes and give nothing: "
+          "leave it out");
     }
     if (!ApplyPart(part, is_key, &side, &seen)) {
       return Fail(StatusCode::kInvalidArgument,
@@ -112,9 +114,11 @@ std::vector<CodecPreset> MakePresets() {
   const SideSpec i4_v = {.type = kInt4, .levels = kLloydMax, .rotate = true, .group = 64};
   return {
       {"f16", "half precision as appended: the reference, 16 bits per element", {f16, f16, "f16"}},
-      {"i8", "8-bit codes after a Hadamard rotation, K around its channel means: next to no loss, half the bytes",
+      {"i8",
+       "8-bit codes after a Hadamard rotation, K around its channel means: next to no loss, half the bytes",
        {i8_k, i8_v, "i8"}},
-      {"i4", "4-bit Lloyd-Max codes after a Hadamard rotation, K around its channel means: a bit over a quarter of the bytes",
+      {"i4",
+       "4-bit Lloyd-Max codes after a Hadamard rotation, K around its channel means: a bit over a quarter of the bytes",
        {i4_k, i4_v, "i4"}},
   };
 }
@@ -136,10 +140,11 @@ Result<CodecSpec> ParseCodec(std::string_view text) {
   if (text.size() > kMaxSpecText || !k.starts_with("k=") || !v.starts_with("v=")) {
     std::string names;
     for (const CodecPreset& preset : CodecPresets()) names += preset.name + ", ";
-    return Fail(StatusCode::kInvalidArgument,
-                fmt::format("codec: {} is none of {}and not of the form k=SIDE,v=SIDE with SIDE such as f16, int8:g64 or "
-                            "int4:g64:lloyd:rot",
-                            Quoted(text), names));
+    return Fail(
+        StatusCode::kInvalidArgument,
+        fmt::format("codec: {} is none of {}and not of the form k=SIDE,v=SIDE with SIDE such as f16, int8:g64 or "
+                    "int4:g64:lloyd:rot",
+                    Quoted(text), names));
   }
   Result<SideSpec> k_side = ParseSide(k.substr(2), true);
   if (!k_side) return Fail(k_side.error());

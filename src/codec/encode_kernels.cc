@@ -13,8 +13,8 @@
 #include "codec/f16.h"
 #include "codec/hadamard.h"
 
-// The instances are target-attribute regions over one text, not files with flags of their own: nothing outside the regions
-// can be compiled for an instruction set that the machine lacks.
+// The instances are target-attribute regions over one text, not files with flags of their own: nothing outside the
+// regions can be compiled for an instruction set that the machine lacks.
 namespace kvcell::encode_baseline {
 constexpr char kName[] = "baseline";
 #if defined(__x86_64__)

@@ -9,8 +9,9 @@
 
 namespace kvcell {
 
-// One instance of encode_kernels.inc. `codes`, `scales` and `offsets` are the planes of `side` within the cell that is being
-// written, zeroed before; `exact` is the exact cell's plane of that side, [dim][64] for K and [64][dim_padded] for V.
+// One instance of encode_kernels.inc. `codes`, `scales` and `offsets` are the planes of `side` within the cell that is
+// being written, zeroed before; `exact` is the exact cell's plane of that side, [dim][64] for K and [64][dim_padded]
+// for V.
 struct EncodeKernels {
   const char* name;
   // Returns the scale of the channel offsets, 0 where the side has none.

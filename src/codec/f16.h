@@ -1,5 +1,5 @@
-// IEEE half precision in portable integer code: the same bits as F16C on every machine, with FTZ/DAZ on or off, and written
-// branch-free so that a loop over it vectorises.
+// IEEE half precision in portable integer code: the same bits as F16C on every machine, with FTZ/DAZ on or off, and
+// written branch-free so that a loop over it vectorises.
 #pragma once
 
 #include <bit>
@@ -13,8 +13,8 @@ inline constexpr float kF16Min = 0x1p-24f;  // the smallest positive (subnormal)
 // Always inlined, so that a caller inside a target-attribute region gets that region's instructions.
 #define KVCELL_INLINE [[gnu::always_inline]] inline
 
-// Exact for every f16, infinities and NaN payloads included. Subnormals go through a subtraction of normal numbers, never
-// through an f32 subnormal, which DAZ would read as zero.
+// Exact for every f16, infinities and NaN payloads included. Subnormals go through a subtraction of normal numbers,
+// never through an f32 subnormal, which DAZ would read as zero.
 KVCELL_INLINE float F16ToF32(uint16_t half) {
   const uint32_t shifted = uint32_t(half & 0x7fffu) << 13;
   const uint32_t exponent = shifted & 0x0f800000u;

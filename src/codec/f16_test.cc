@@ -50,9 +50,9 @@ TEST(F16, RoundsToNearestEven) {
   EXPECT_EQ(F32ToF16(65504.0f), 0x7bff);
   EXPECT_EQ(F32ToF16(65519.996f), 0x7bff);
   EXPECT_EQ(F32ToF16(65520.0f), 0x7c00);
-  EXPECT_EQ(F32ToF16(1.0f + 0x1p-11f), 0x3c00);           // tie, down to even
-  EXPECT_EQ(F32ToF16(1.0f + 3 * 0x1p-11f), 0x3c02);       // tie, up to even
-  EXPECT_EQ(F32ToF16(0x1p-25f), 0x0000);                  // tie between 0 and the smallest
+  EXPECT_EQ(F32ToF16(1.0f + 0x1p-11f), 0x3c00);      // tie, down to even
+  EXPECT_EQ(F32ToF16(1.0f + 3 * 0x1p-11f), 0x3c02);  // tie, up to even
+  EXPECT_EQ(F32ToF16(0x1p-25f), 0x0000);             // tie between 0 and the smallest
   EXPECT_EQ(F32ToF16(std::nextafter(0x1p-25f, 1.0f)), 0x0001);
   EXPECT_EQ(F32ToF16(3 * 0x1p-25f), 0x0002);
   EXPECT_EQ(F32ToF16(-0.0f), 0x8000);

@@ -1,4 +1,5 @@
-// For tests: flushes f32 subnormals to zero for a scope, as some hosts of ours (audio, other runtimes) do for all threads.
+// For tests: flushes f32 subnormals to zero for a scope, as some hosts of ours (audio, other runtimes) do for all
+// threads.
 #pragma once
 
 #if defined(__x86_64__)

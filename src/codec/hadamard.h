@@ -19,9 +19,10 @@ KVCELL_INLINE constexpr float HadamardScale(int size) {
   return size == 2 ? scale * 0.70710678118654752f : scale;
 }
 
-// Rotates x [dim] in place: blocks of descending powers of two (80 = 64 + 16; a trailing block of one value is left as it is),
-// Sylvester order, butterflies with strides 1, 2, 4 ... and one multiplication at the end. T is float or a vector of floats
-// that are rotated side by side. Elementwise in a fixed order, so the bits don't depend on how it is vectorised.
+// Rotates x [dim] in place: blocks of descending powers of two (80 = 64 + 16; a trailing block of one value is left as
+// it is), Sylvester order, butterflies with strides 1, 2, 4 ... and one multiplication at the end. T is float or a
+// vector of floats that are rotated side by side. Elementwise in a fixed order, so the bits don't depend on how it is
+// vectorised.
 template <typename T>
 KVCELL_INLINE void HadamardRotate(T* x, int dim) {
   for (int start = 0; start < dim;) {
