@@ -23,15 +23,18 @@ part_crash() {
   scripts/build.sh release && KVCELL_CRASH_CYCLES=$CRASH_CYCLES ctest --preset release-all -R '[Cc]rash'
 }
 part_fuzz() {
-  local target corpus status=0
-  scripts/build.sh fuzz || return 1
-  for target in build/fuzz/fuzz/*_fuzz; do
-    [ -x "$target" ] || { say "no fuzz targets were built"; return 1; }
-    corpus="build/fuzz/corpus/$(basename "$target")"
+  local source name corpus status=0 names=()
+  for source in fuzz/*_fuzz.cc; do names+=("$(basename "$source" .cc)"); done
+  scripts/build.sh fuzz "${names[@]}" || return 1
+  for name in "${names[@]}"; do
+    corpus="build/fuzz/corpus/$name"
     mkdir -p "$corpus"
-    say "fuzz: $(basename "$target"), $FUZZ_SECONDS s"
-    "$target" -max_total_time="$FUZZ_SECONDS" -print_final_stats=1 -verbosity=0 \
-      -artifact_prefix="build/fuzz/" "$corpus" $(ls -d "fuzz/corpus/$(basename "$target")" 2>/dev/null) || status=1
+    local seeds=("$corpus")
+    [ -d "fuzz/corpus/$name" ] && seeds+=("fuzz/corpus/$name")
+    say "fuzz: $name, $FUZZ_SECONDS s"
+    "build/fuzz/fuzz/$name" -max_total_time="$FUZZ_SECONDS" -print_final_stats=1 -artifact_prefix=build/fuzz/ "${seeds[@]}" \
+      >"$LOGS/$name.log" 2>&1 || { tail -n 30 "$LOGS/$name.log" >&2; status=1; }
+    grep -E '^stat::number_of_executed_units' "$LOGS/$name.log" >&2 || true
   done
   return $status
 }

@@ -46,15 +46,18 @@ Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
     const Result<double> bits = CodecBitsPerElement(plan.cache.codec, layer.head_dim_k, layer.head_dim_v);
     if (!bits) return Refuse(bits.error(), "--codec");
   }
+  if (!options.session.empty()) {
+    if (const Status status = CheckSessionName(options.session); !status.ok()) return Refuse(status, "--session");
+    plan.cache.store = options.store;
+  }
   Result<MemoryPlan> memory = PlanMemory(plan.cache, plan.context, 1);
+  if (memory && plan.cache.store.empty() && options.ram_budget > 0 && options.ram_budget < memory->total) {
+    plan.cache.store = options.store;  // where older cells go; reading them back takes a little memory of its own
+    memory = PlanMemory(plan.cache, plan.context, 1);
+  }
   if (!memory) return Fail(memory.error());
   plan.memory = *memory;
   KVCELL_FAIL_IF_ERROR(CheckBudget(plan));
-  const bool spills = options.ram_budget > 0 && options.ram_budget < plan.memory.total;
-  if (!options.session.empty()) {
-    if (const Status status = CheckSessionName(options.session); !status.ok()) return Refuse(status, "--session");
-  }
-  if (spills || !options.session.empty()) plan.cache.store = options.store;
   return plan;
 }
 

@@ -61,7 +61,8 @@ struct PlanRow {
   uint64_t f16 = 0;
   uint64_t weights = 0;
   uint64_t working = 0;  // scratch, tables and the model's compute buffers
-  uint64_t minimum = 0;  // smallest --ram-budget
+  uint64_t cache_ram = 0;  // what the cache takes: kv and its scratch
+  uint64_t minimum = 0;    // smallest --ram-budget
 };
 
 Result<PlanRow> MakeRow(const PlannedModel& planned, CacheOptions cache, int64_t context, int64_t batch,
@@ -74,6 +75,9 @@ Result<PlanRow> MakeRow(const PlannedModel& planned, CacheOptions cache, int64_t
   cache.max_step_tokens = static_cast<int32_t>(std::min<int64_t>(kChunkTokens, context));
   const Result<MemoryPlan> memory = PlanMemory(cache, context, static_cast<int32_t>(batch));
   if (!memory) return Fail(memory.error());
+  cache.store = "any";  // a budget smaller than the context needs a store, and a little memory to read back through
+  const Result<MemoryPlan> with_store = PlanMemory(cache, context, static_cast<int32_t>(batch));
+  if (!with_store) return Fail(with_store.error());
   const int rows = static_cast<int>(std::min<int64_t>(kChunkTokens, context * batch));
   return PlanRow{
       .context = context,
@@ -125,6 +129,7 @@ int PlanCommand(const Options& options) {
                       {"weights_bytes", row.weights},
                       {"working_bytes", row.working},
                       {"total_bytes", row.kv + row.weights + row.working},
+                      {"cache_ram_bytes", row.cache_ram},
                       {"minimum_ram_budget", row.minimum}});
     }
     PrintJson({{"rows", list}});
