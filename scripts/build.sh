@@ -9,6 +9,6 @@ targets=()
 arguments=()
 [ -n "${KVCELL_LLAMA_PREFIX:-}" ] && arguments=("-DKVCELL_LLAMA_PREFIX=$KVCELL_LLAMA_PREFIX")
 
-cd "$ROOT"
+cd "$ROOT" || exit 1
 with_progress "configure $preset" cmake --preset "$preset" "${arguments[@]}"
 with_progress "build $preset" cmake --build --preset "$preset" "${targets[@]}"

@@ -1,3 +1,4 @@
+# shellcheck shell=bash disable=SC2034
 # Shell helpers shared by the set-up scripts: where things are, and how a long step shows its progress.
 set -euo pipefail
 

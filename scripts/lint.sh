@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Checks formatting, layers, shell scripts and a short list of clang-tidy checks (.clang-tidy says which and why).
 source "$(dirname "$0")/lib.sh"
-cd "$ROOT"
+cd "$ROOT" || exit 1
 scripts/setup.sh all
 
 status=0

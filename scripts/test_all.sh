@@ -4,7 +4,7 @@
 # test_all.sh [PART...], parts: release asan tsan crash fuzz lint (all of them when none is named). The fast suite of the
 # release build is `make test`; here all tests run, the slow ones too.
 source "$(dirname "$0")/lib.sh"
-cd "$ROOT"
+cd "$ROOT" || exit 1
 
 parts=("$@")
 [ ${#parts[@]} -gt 0 ] || parts=(lint fuzz crash tsan asan release)
