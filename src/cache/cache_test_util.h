@@ -108,13 +108,15 @@ inline Result<std::vector<std::vector<float>>> RunStep(Cache* cache, std::span<c
   return rows;
 }
 
-// Feeds `tokens` in chunks (the last size repeats) and returns every row's output.
+// Feeds `tokens` in chunks (the last size repeats; never more than a step may have) and returns every row's output.
 inline std::vector<std::vector<float>> Feed(Cache* cache, SequenceId sequence, std::span<const Token> tokens,
                                             const std::vector<size_t>& chunks = {512}) {
   std::vector<std::vector<float>> all;
   size_t at = 0;
   for (size_t i = 0; at < tokens.size(); ++i) {
-    const size_t n = std::min(chunks[std::min(i, chunks.size() - 1)], tokens.size() - at);
+    const size_t most = std::min(chunks[std::min(i, chunks.size() - 1)],
+                                 static_cast<size_t>(cache->options().max_step_tokens));
+    const size_t n = std::min(most, tokens.size() - at);
     const StepItem item{sequence, tokens.subspan(at, n)};
     auto rows = RunStep(cache, {&item, 1});
     if (!rows) {

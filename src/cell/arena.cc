@@ -14,6 +14,7 @@ namespace kvcell {
 namespace {
 
 constexpr uint64_t kHugePage = uint64_t{2} << 20;
+constexpr uint64_t kMostHugePages = 8;
 
 uint64_t RoundUp(uint64_t value, uint64_t unit) { return (value + unit - 1) / unit * unit; }
 
@@ -25,9 +26,19 @@ uint64_t PageSize() {
 }  // namespace
 
 ChunkShape MakeChunkShape(uint32_t slot_bytes, uint64_t target) {
+  const auto shape = [&](uint64_t wanted, uint64_t unit) {
+    ChunkShape chunk;
+    chunk.slots = static_cast<uint32_t>(std::max<uint64_t>(1, wanted / slot_bytes));
+    chunk.bytes = RoundUp(static_cast<uint64_t>(chunk.slots) * slot_bytes, unit);
+    return chunk;
+  };
+  if (target < kHugePage) return shape(target, PageSize());
+  // Whole huge pages: the fewest that leave less than a fiftieth unused.
   ChunkShape chunk;
-  chunk.slots = static_cast<uint32_t>(std::max<uint64_t>(1, target / slot_bytes));
-  chunk.bytes = RoundUp(static_cast<uint64_t>(chunk.slots) * slot_bytes, std::max(PageSize(), std::min(target, kHugePage)));
+  for (uint64_t n = 1; n <= kMostHugePages; ++n) {
+    chunk = shape(n * kHugePage, kHugePage);
+    if ((chunk.bytes - static_cast<uint64_t>(chunk.slots) * slot_bytes) * 50 < chunk.bytes) break;
+  }
   return chunk;
 }
 

@@ -34,7 +34,7 @@ TEST(SlotPool, SlotsDoNotOverlapAndStayInsideTheirChunks) {
 }
 
 TEST(SlotPool, GrowthIsWhatTakingWouldCommit) {
-  auto pool = SlotPool::Create(4544, 128 << 10, 64 << 20).value();
+  auto pool = SlotPool::Create(4544, 128 << 10, 512 << 20).value();
   std::mt19937 random(7);
   std::vector<Slot> slots;
   for (int i = 0; i < 2000; ++i) {
