@@ -229,13 +229,16 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       k.codes = cell.bytes;
       v.codes = cell.bytes + cell.exact->v;
     }
-    // The next cell is fetched while this one is computed, plane by plane; where there is none, this one again (a hit).
+    // Integer codes: V is fetched while K is computed and the next cell's K while V is, so that at most a cell and a half is
+    // on its way through L1. f16: memory is the limit, so a whole cell ahead. Where no cell of the same kind follows, this one
+    // again (a hit).
     const CellRef* next = i + 1 < cells.size() && cells[i + 1].kind == cell.kind ? &cells[i + 1] : &cell;
-    const bool same_layout = is_coded || (next->exact->n_tokens == cell.exact->n_tokens);
+    const bool same_layout = is_coded || next->exact->bytes == cell.exact->bytes;
     const std::byte* next_bytes = same_layout ? next->bytes : cell.bytes;
-    k.prefetch = next_bytes + (k.codes - cell.bytes);
-    v.prefetch = next_bytes + (v.codes - cell.bytes);
-
+    const std::byte* next_k = next_bytes + (k.codes - cell.bytes);
+    const std::byte* next_v = next_bytes + (v.codes - cell.bytes);
+    k.prefetch = k.code == kCodeF16 ? next_k : v.codes;
+    v.prefetch = v.code == kCodeF16 ? next_v : next_k;
     if (is_coded) PrefetchMetadata(coded, next_bytes);
 
     bool scales_ready = false;

@@ -319,63 +319,88 @@ void ValueInt8(const ValueArgs& a) {
   }
 }
 
-template <int R>
-void ScoreF16(const ScoreArgs& a) {
-  const float* q = static_cast<const float*>(a.q);
-  const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(a.n_tokens) * 2;
-  for (int t = a.begin / 16 * 16; t < a.end; t += 16) {
-    const std::byte* k = a.codes + t * 2;
-    const std::byte* prefetch = a.prefetch + t * 2;
-    __m256 s0[R], s1[R];
+// Into L2 alone: an f16 cell is as large as L1.
+KVCELL_INLINE void PrefetchFar(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
+
+// sums[r][i] += x[r][n] * plane[n][i] over n < n_steps, 8 * kLanes elements i of rows that lie `row_bytes` apart: tokens of K
+// over dims, or dims of V over tokens. Every other step fetches one line at `prefetch`, so that the
+// passes over a plane spread its successor's lines evenly.
+template <int R, int kLanes>
+KVCELL_INLINE void DotF16(const std::byte* plane, ptrdiff_t row_bytes, int n_steps, const float* x, int x_stride,
+                          const std::byte* prefetch, __m256 sums[R][kLanes]) {
+  for (int n = 0; n < n_steps; ++n, plane += row_bytes) {
+    if (n % 2 == 0) PrefetchFar(prefetch + n * 32);
+    __m256 values[kLanes];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) s0[r] = s1[r] = _mm256_set1_ps(a.bias[r]);
-    for (int d = 0; d < a.dim; ++d) {
-      const __m256 k0 = LoadHalf8(k + d * row_bytes);
-      const __m256 k1 = LoadHalf8(k + d * row_bytes + 16);
-      Prefetch(prefetch + d * row_bytes);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const __m256 qd = _mm256_broadcast_ss(q + r * a.q_stride + d);
-        s0[r] = _mm256_fmadd_ps(k0, qd, s0[r]);
-        s1[r] = _mm256_fmadd_ps(k1, qd, s1[r]);
-      }
-    }
+    for (int i = 0; i < kLanes; ++i) values[i] = LoadHalf8(plane + i * 16);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      _mm256_storeu_ps(a.scores + r * kBlockTokens + t, s0[r]);
-      _mm256_storeu_ps(a.scores + r * kBlockTokens + t + 8, s1[r]);
+      const __m256 factor = _mm256_broadcast_ss(x + r * x_stride + n);
+#pragma GCC unroll 4
+      for (int i = 0; i < kLanes; ++i) sums[r][i] = _mm256_fmadd_ps(values[i], factor, sums[r][i]);
+    }
+  }
+}
+
+// One or two rows take 32 lanes at once, so that their sums are not a chain of waiting additions.
+template <int R, int kLanes>
+KVCELL_INLINE void ScoreF16Tile(const ScoreArgs& a, int t) {
+  __m256 s[R][kLanes];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes; ++i) s[r][i] = _mm256_set1_ps(a.bias[r]);
+  }
+  const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(a.n_tokens) * 2;
+  DotF16<R, kLanes>(a.codes + t * 2, row_bytes, a.dim, static_cast<const float*>(a.q), a.q_stride,
+                    a.prefetch + t * 2 * static_cast<ptrdiff_t>(a.dim), s);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes; ++i) _mm256_storeu_ps(a.scores + r * kBlockTokens + t + i * 8, s[r][i]);
+  }
+}
+
+template <int R>
+void ScoreF16(const ScoreArgs& a) {
+  constexpr int kLanes = R <= 2 ? 4 : 2;
+  int t = a.begin / 16 * 16;
+  if (kLanes == 4) {
+    for (; t + 16 < a.end; t += 32) ScoreF16Tile<R, kLanes>(a, t);
+  }
+  for (; t < a.end; t += 16) ScoreF16Tile<R, 2>(a, t);
+}
+
+template <int R, int kLanes>
+KVCELL_INLINE void ValueF16Tile(const ValueArgs& a, int d) {
+  __m256 s[R][kLanes];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes; ++i) s[r][i] = _mm256_setzero_ps();
+  }
+  const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(a.dim_padded) * 2;
+  DotF16<R, kLanes>(a.codes + d * 2 + a.begin * row_bytes, row_bytes, a.end - a.begin,
+                    static_cast<const float*>(a.w) + a.begin, kBlockTokens,
+                    a.prefetch + d * 2 * static_cast<ptrdiff_t>(a.end - a.begin), s);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
+#pragma GCC unroll 4
+    for (int i = 0; i < kLanes; ++i) {
+      _mm256_storeu_ps(out + i * 8, _mm256_add_ps(_mm256_loadu_ps(out + i * 8), s[r][i]));
     }
   }
 }
 
 template <int R>
 void ValueF16(const ValueArgs& a) {
-  const float* w = static_cast<const float*>(a.w);
-  const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(a.dim_padded) * 2;
-  for (int d = 0; d < a.dim_padded; d += 16) {
-    const std::byte* v = a.codes + d * 2;
-    const std::byte* prefetch = a.prefetch + d * 2;
-    __m256 s0[R], s1[R];
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) s0[r] = s1[r] = _mm256_setzero_ps();
-    for (int t = a.begin; t < a.end; ++t) {
-      const __m256 v0 = LoadHalf8(v + t * row_bytes);
-      const __m256 v1 = LoadHalf8(v + t * row_bytes + 16);
-      Prefetch(prefetch + t * row_bytes);
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const __m256 wt = _mm256_broadcast_ss(w + r * kBlockTokens + t);
-        s0[r] = _mm256_fmadd_ps(v0, wt, s0[r]);
-        s1[r] = _mm256_fmadd_ps(v1, wt, s1[r]);
-      }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-      _mm256_storeu_ps(out, _mm256_add_ps(_mm256_loadu_ps(out), s0[r]));
-      _mm256_storeu_ps(out + 8, _mm256_add_ps(_mm256_loadu_ps(out + 8), s1[r]));
-    }
+  constexpr int kLanes = R <= 2 ? 4 : 2;
+  int d = 0;
+  if (kLanes == 4) {
+    for (; d + 32 <= a.dim_padded; d += 32) ValueF16Tile<R, kLanes>(a, d);
   }
+  for (; d < a.dim_padded; d += 16) ValueF16Tile<R, 2>(a, d);
 }
 
 void Adjust(const AdjustArgs& a) {
