@@ -97,8 +97,8 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   // What a small budget's smaller chunks would take: the budget itself decides on the chunk size.
   options.ram_budget = 1;
   const MemoryShape smallest = ShapeFor(*map, options);
-  plan.minimum = smallest.fixed_bytes + plan.scratch +
-                 std::min(smallest.minimum_coded, CodedBytes(*map, smallest.chunk_target, sequences * n_blocks, sequences * n_blocks));
+  // The cache asks for a whole step's room however short the context.
+  plan.minimum = smallest.fixed_bytes + plan.scratch + smallest.minimum_coded;
   plan.f16 = F16Bytes(options.geometry, context * n_sequences);
   return plan;
 }
