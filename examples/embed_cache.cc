@@ -15,16 +15,18 @@
 namespace {
 
 constexpr int kLayers = 4;
-constexpr kvcell::LayerGeometry kLayer = {.n_heads = 8, .n_kv_heads = 2, .head_dim_k = 64, .head_dim_v = 64, .window = 0,
-                                          .scale = 0.125f, .softcap = 0.0f};
+constexpr kvcell::LayerGeometry kLayer = {
+    .n_heads = 8, .n_kv_heads = 2, .head_dim_k = 64, .head_dim_v = 64, .window = 0, .scale = 0.125f, .softcap = 0.0f};
 constexpr int kTokens = 500;
 constexpr int kChunk = 100;
 
-// Stands in for a model: K, V and q of a token are drawn from its id, so that the same tokens always give the same values.
+// Stands in for a model: K, V and q of a token are drawn from its id, so that the same tokens always give the same
+// values.
 struct MadeModel {
   std::vector<float> k, v, q;  // [rows, heads, head_dim]
 
-  static void Fill(std::span<const kvcell::Token> tokens, int layer, int width, unsigned salt, std::vector<float>* out) {
+  static void Fill(std::span<const kvcell::Token> tokens, int layer, int width, unsigned salt,
+                   std::vector<float>* out) {
     out->clear();
     for (const kvcell::Token token : tokens) {
       std::mt19937 random(static_cast<unsigned>(token) * 2654435761u + static_cast<unsigned>(layer) * 97u + salt);
@@ -89,7 +91,8 @@ kvcell::Status FirstProcess(const std::string& store, std::vector<float>* next) 
   for (int i = 0; i < kTokens; ++i) tokens.push_back(i);
   std::vector<float> out;
   for (int at = 0; at < kTokens; at += kChunk) {
-    KVCELL_RETURN_IF_ERROR(Step(cache->get(), *sequence, std::span(tokens).subspan(static_cast<size_t>(at), kChunk), &out));
+    KVCELL_RETURN_IF_ERROR(
+        Step(cache->get(), *sequence, std::span(tokens).subspan(static_cast<size_t>(at), kChunk), &out));
   }
   PrintStats("after appending", **cache);
   KVCELL_RETURN_IF_ERROR((*cache)->Save(*sequence, "example", {}, "{}"));

@@ -6,9 +6,11 @@ preset=$1
 shift
 targets=()
 [ $# -gt 0 ] && targets=(--target "$@")
-arguments=()
-[ -n "${KVCELL_LLAMA_PREFIX:-}" ] && arguments=("-DKVCELL_LLAMA_PREFIX=$KVCELL_LLAMA_PREFIX")
+
+# Lets ccache find what another clone compiled.
+export CCACHE_BASEDIR="$ROOT" CCACHE_NOHASHDIR=1
 
 cd "$ROOT" || exit 1
-with_progress "configure $preset" cmake --preset "$preset" "${arguments[@]}"
+with_progress "configure $preset" \
+  cmake --preset "$preset" "-DKVCELL_LLAMA_PREFIX=${KVCELL_LLAMA_PREFIX:-$DEPS/llama}"
 with_progress "build $preset" cmake --build --preset "$preset" "${targets[@]}"

@@ -19,7 +19,7 @@ with_progress() {
   "$@" >"$log" 2>&1 &
   pid=$!
   while kill -0 "$pid" 2>/dev/null; do
-    sleep 1
+    sleep $((SECONDS - start > 3 ? 1 : 0)).2
     local step
     step=$(tr '\r' '\n' <"$log" | grep -aoE '^\[[0-9]+/[0-9]+\]' | tail -n 1 || true)
     if [ -t 2 ]; then

@@ -36,6 +36,12 @@ if [ ! -f "$source_dir/CMakeLists.txt" ]; then
   mv "$DEPS/src/unpack/llama_cpp_python-$VERSION" "$DEPS/src/"
 fi
 
+if command -v ccache >/dev/null; then
+  # The libraries are built for this CPU, so its features are part of what may be found again.
+  export CMAKE_C_COMPILER_LAUNCHER=ccache CMAKE_CXX_COMPILER_LAUNCHER=ccache
+  export CCACHE_BASEDIR="$DEPS" CCACHE_NOHASHDIR=1 CCACHE_NAMESPACE="kvcell-$cpu"
+fi
+
 say "Building ggml and libllama once (about four minutes on two cores) ..."
 rm -rf "$PREFIX" "$DEPS/llama-build"
 with_progress "configure llama.cpp" \

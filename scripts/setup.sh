@@ -5,7 +5,7 @@
 # Says nothing and needs no rights when everything is there. KVCELL_SKIP_SETUP=1 leaves the machine alone.
 source "$(dirname "$0")/lib.sh"
 
-BUILD_PACKAGES=(ca-certificates g++ cmake ninja-build pkg-config binutils python3 python3-pip
+BUILD_PACKAGES=(ca-certificates g++ ccache cmake ninja-build pkg-config binutils python3 python3-pip
   libfmt-dev libexpected-dev nlohmann-json3-dev libsqlite3-dev libxxhash-dev libcli11-dev libyaml-cpp-dev)
 TEST_PACKAGES=(libgtest-dev libgmock-dev librapidcheck-dev)
 ALL_PACKAGES=(clang clang-tidy clang-format libclang-rt-14-dev llvm shellcheck)

@@ -55,7 +55,9 @@ int Loop(const Options& options, Engine* engine, Conversation* conversation) {
     if (!std::getline(std::cin, line)) {
       const int signal = InterruptSignal();
       if (prompts) fmt::print("\n");
-      if (const Status saved = conversation->Save(); !saved.ok()) return Failed(saved);
+      if (!conversation->empty()) {
+        if (const Status saved = conversation->Save(); !saved.ok()) return Failed(saved);
+      }
       return signal != 0 ? 128 + signal : 0;
     }
     if (line.empty()) continue;

@@ -87,7 +87,8 @@ Result<PlanRow> MakeRow(const PlannedModel& planned, CacheOptions cache, int64_t
       .f16 = memory->f16,
       .weights = planned.weights,
       .working = memory->scratch + memory->metadata + (planned.model ? planned.model->WorkingBytes(rows) : 0),
-      .minimum = memory->minimum};
+      .cache_ram = memory->total,
+      .minimum = with_store->minimum};
 }
 
 Result<std::vector<PlanRow>> MakeRows(const Options& options) {

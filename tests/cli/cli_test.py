@@ -391,7 +391,7 @@ class BadInput(CliTest):
         with open(MODEL, "rb") as file:
             head = file.read(1 << 20)
         self.refused("run", "-m", self.home / "nope.gguf", "-p", "x", code=1, words=["nope.gguf"])
-        self.refused("run", "-m", self.home, "-p", "x", code=1, words=[str(self.home)])
+        self.refused("run", "-m", self.home, "-p", "x", code=2, words=[str(self.home)])
         for name, data in {"empty.gguf": b"", "text.gguf": b"hello world, this is no model", "head.gguf": head[:16],
                            "cut.gguf": head, "version.gguf": head[:4] + b"\xff\0\0\0" + head[8:],
                            "counts.gguf": head[:8] + b"\xff" * 16 + head[24:]}.items():
@@ -429,7 +429,7 @@ class BadInput(CliTest):
     def test_store_directories_that_can_not_be(self):
         file = self.home / "file"
         file.write_text("x")
-        self.refused("run", "-m", MODEL, "-p", "x", "--session", "s", "--store", file, code=1, words=[str(file)])
+        self.refused("run", "-m", MODEL, "-p", "x", "--session", "s", "--store", file, code=2, words=[str(file)])
         self.refused("run", "-m", MODEL, "-p", "x", "--session", "s", "--store", "/proc/kvcell", code=1, words=["/proc/kvcell"])
         self.refused("sessions", "ls", "--store", self.home / "nope", code=1, words=["nope"])
         self.refused("inspect", "--session", "s", "--store", self.home / "nope", code=1, words=["nope"])
