@@ -69,7 +69,8 @@ int SystemCalls::RenameAt(int directory, const char* from, const char* to) {
   return ::renameat(directory, from, directory, to) == 0 ? 0 : -errno;
 }
 int SystemCalls::MkdirAt(int directory, const char* name, mode_t mode) {
-  return ::mkdirat(directory, name, mode) == 0 ? 0 : -errno;
+  if (::mkdirat(directory, name, mode) != 0) return -errno;
+  return ::fchmodat(directory, name, mode, 0) == 0 ? 0 : -errno;
 }
 int SystemCalls::Stat(int fd, struct stat* out) { return ::fstat(fd, out) == 0 ? 0 : -errno; }
 int SystemCalls::StatAt(int directory, const char* name, struct stat* out) {
@@ -279,12 +280,7 @@ Status MakeDirectories(SystemCalls& calls, const std::string& path) {
   for (size_t end = path.find('/', 1);; end = path.find('/', end + 1)) {
     const std::string part = path.substr(0, end);
     const int result = calls.MkdirAt(AT_FDCWD, part.c_str(), 0700);
-    if (result == 0) {
-      auto made = File::Open(calls, AT_FDCWD, part, O_RDONLY | O_DIRECTORY, 0, part);
-      if (!made) return made.error();
-      if (const int chmod = calls.Chmod(made->fd(), 0700); chmod < 0)
-        return ErrnoStatus(-chmod, "set the mode of", part);
-    } else if (result != -EEXIST) {
+    if (result < 0 && result != -EEXIST) {
       struct stat info = {};  // a directory above that can't be written is fine as long as it is there
       if (calls.StatAt(AT_FDCWD, part.c_str(), &info) < 0) return ErrnoStatus(-result, "make directory", part);
     }

@@ -36,7 +36,7 @@ class SystemCalls {
   virtual int Truncate(int fd, off_t bytes);
   virtual int UnlinkAt(int directory, const char* name);
   virtual int RenameAt(int directory, const char* from, const char* to);
-  virtual int MkdirAt(int directory, const char* name, mode_t mode);
+  virtual int MkdirAt(int directory, const char* name, mode_t mode);  // exactly `mode`, whatever the umask
   virtual int Stat(int fd, struct stat* out);
   virtual int StatAt(int directory, const char* name, struct stat* out);  // of a symbolic link itself
   virtual int Chmod(int fd, mode_t mode);

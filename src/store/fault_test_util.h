@@ -1,5 +1,5 @@
-// A watcher between the store and the machine: it sees every call of the store's own seam and of SQLite's files before it is
-// made, in one numbered stream, and may fail it, cut it short, kill the process or write it down.
+// A watcher between the store and the machine: it sees every call of the store's own seam and of SQLite's files before
+// it is made, in one numbered stream, and may fail it, cut it short, kill the process or write it down.
 #pragma once
 
 #include <fcntl.h>
@@ -22,7 +22,21 @@
 
 namespace kvcell::test {
 
-enum class CallKind { kOpen, kRead, kWrite, kAllocate, kPunch, kSync, kTruncate, kUnlink, kRename, kMkdir, kChmod, kLock, kStat };
+enum class CallKind {
+  kOpen,
+  kRead,
+  kWrite,
+  kAllocate,
+  kPunch,
+  kSync,
+  kTruncate,
+  kUnlink,
+  kRename,
+  kMkdir,
+  kChmod,
+  kLock,
+  kStat
+};
 
 struct Call {
   CallKind kind;
@@ -64,7 +78,8 @@ class WatchedCalls : public SystemCalls {
     return verdict > 0 ? -verdict : SystemCalls::OpenAt(directory, name, flags, mode);
   }
   ssize_t PRead(int fd, void* to, size_t bytes, off_t offset) override {
-    return Guard(CallKind::kRead, PathOfDescriptor(fd), offset, bytes, nullptr, [&] { return SystemCalls::PRead(fd, to, bytes, offset); });
+    return Guard(CallKind::kRead, PathOfDescriptor(fd), offset, bytes, nullptr,
+                 [&] { return SystemCalls::PRead(fd, to, bytes, offset); });
   }
   ssize_t PWrite(int fd, const void* from, size_t bytes, off_t offset) override {
     const int verdict = Ask({CallKind::kWrite, PathOfDescriptor(fd), static_cast<uint64_t>(offset), bytes, from});
@@ -90,10 +105,12 @@ class WatchedCalls : public SystemCalls {
                  [&] { return SystemCalls::Truncate(fd, bytes); });
   }
   int UnlinkAt(int directory, const char* name) override {
-    return Guard(CallKind::kUnlink, Join(directory, name), 0, 0, nullptr, [&] { return SystemCalls::UnlinkAt(directory, name); });
+    return Guard(CallKind::kUnlink, Join(directory, name), 0, 0, nullptr,
+                 [&] { return SystemCalls::UnlinkAt(directory, name); });
   }
   int RenameAt(int directory, const char* from, const char* to) override {
-    return Guard(CallKind::kRename, Join(directory, from), 0, 0, nullptr, [&] { return SystemCalls::RenameAt(directory, from, to); });
+    return Guard(CallKind::kRename, Join(directory, from), 0, 0, nullptr,
+                 [&] { return SystemCalls::RenameAt(directory, from, to); });
   }
   int MkdirAt(int directory, const char* name, mode_t mode) override {
     return Guard(CallKind::kMkdir, name, 0, 0, nullptr, [&] { return SystemCalls::MkdirAt(directory, name, mode); });
@@ -123,8 +140,12 @@ class WatchedSqlite {
     vfs_.pAppData = this;
     vfs_.xOpen = Open;
     vfs_.xDelete = Delete;
-    vfs_.xAccess = [](sqlite3_vfs*, const char* name, int flags, int* out) { return real_->xAccess(real_, name, flags, out); };
-    vfs_.xFullPathname = [](sqlite3_vfs*, const char* name, int n, char* out) { return real_->xFullPathname(real_, name, n, out); };
+    vfs_.xAccess = [](sqlite3_vfs*, const char* name, int flags, int* out) {
+      return real_->xAccess(real_, name, flags, out);
+    };
+    vfs_.xFullPathname = [](sqlite3_vfs*, const char* name, int n, char* out) {
+      return real_->xFullPathname(real_, name, n, out);
+    };
     vfs_.xRandomness = [](sqlite3_vfs*, int n, char* out) { return real_->xRandomness(real_, n, out); };
     vfs_.xSleep = [](sqlite3_vfs*, int microseconds) { return real_->xSleep(real_, microseconds); };
     vfs_.xCurrentTimeInt64 = [](sqlite3_vfs*, sqlite3_int64* now) { return real_->xCurrentTimeInt64(real_, now); };
@@ -171,12 +192,14 @@ class WatchedSqlite {
   }
   static int Read(sqlite3_file* file, void* to, int bytes, sqlite3_int64 offset) {
     auto& watched = WatchedFile::Of(file);
-    if (Ask({CallKind::kRead, *watched.path, static_cast<uint64_t>(offset), static_cast<uint64_t>(bytes)}) > 0) return SQLITE_IOERR_READ;
+    if (Ask({CallKind::kRead, *watched.path, static_cast<uint64_t>(offset), static_cast<uint64_t>(bytes)}) > 0)
+      return SQLITE_IOERR_READ;
     return watched.real()->pMethods->xRead(watched.real(), to, bytes, offset);
   }
   static int Write(sqlite3_file* file, const void* from, int bytes, sqlite3_int64 offset) {
     auto& watched = WatchedFile::Of(file);
-    const int verdict = Ask({CallKind::kWrite, *watched.path, static_cast<uint64_t>(offset), static_cast<uint64_t>(bytes), from});
+    const int verdict =
+        Ask({CallKind::kWrite, *watched.path, static_cast<uint64_t>(offset), static_cast<uint64_t>(bytes), from});
     if (verdict > 0) return Code(verdict, SQLITE_IOERR_WRITE);
     if (verdict == kShort) {
       watched.real()->pMethods->xWrite(watched.real(), from, bytes / 2, offset);
@@ -191,7 +214,8 @@ class WatchedSqlite {
   }
   static int Sync(sqlite3_file* file, int flags) {
     auto& watched = WatchedFile::Of(file);
-    if (const int verdict = Ask({CallKind::kSync, *watched.path}); verdict > 0) return Code(verdict, SQLITE_IOERR_FSYNC);
+    if (const int verdict = Ask({CallKind::kSync, *watched.path}); verdict > 0)
+      return Code(verdict, SQLITE_IOERR_FSYNC);
     return watched.real()->pMethods->xSync(watched.real(), flags);
   }
 
@@ -224,7 +248,9 @@ inline const sqlite3_io_methods WatchedSqlite::kMethods = {
     [](sqlite3_file* f, int page, int n, int extend, void volatile** out) {
       return Pass<&sqlite3_io_methods::xShmMap>(f, page, n, extend, out);
     },
-    [](sqlite3_file* f, int offset, int n, int flags) { return Pass<&sqlite3_io_methods::xShmLock>(f, offset, n, flags); },
+    [](sqlite3_file* f, int offset, int n, int flags) {
+      return Pass<&sqlite3_io_methods::xShmLock>(f, offset, n, flags);
+    },
     [](sqlite3_file* f) { Pass<&sqlite3_io_methods::xShmBarrier>(f); },
     [](sqlite3_file* f, int remove) { return Pass<&sqlite3_io_methods::xShmUnmap>(f, remove); },
     [](sqlite3_file*, sqlite3_int64, int, void** out) {

@@ -1,5 +1,6 @@
 #include "store/index.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
 #include <sys/random.h>
 
@@ -7,6 +8,8 @@
 #include <array>
 #include <cerrno>
 #include <limits>
+#include <map>
+#include <mutex>
 #include <set>
 
 #include "base/checksum.h"
@@ -231,20 +234,71 @@ static Result<bool> IsFounded(const File& file) {
   return true;
 }
 
-Result<std::unique_ptr<Index>> Index::Open(const File& file, const StoreOptions& options) {
-  auto founded = IsFounded(file);
-  if (!founded) return Fail(founded.error());
-  if (!*founded && options.read_only) {
-    return Fail(StatusCode::kNotFound, fmt::format("index {} is empty: there is no store yet", file.path()));
+namespace {
+
+// How many indexes this process has open, by file.
+struct OpenIndexes {
+  std::mutex mutex;
+  std::map<std::pair<dev_t, ino_t>, int> counts;
+  static OpenIndexes& Instance() {
+    static OpenIndexes instance;
+    return instance;
   }
-  auto database = Database::Open(file.path(), options.read_only);
+};
+
+}  // namespace
+
+OpenIndex::~OpenIndex() {
+  if (!file_) return;
+  auto& open = OpenIndexes::Instance();
+  const std::lock_guard lock(open.mutex);
+  if (--open.counts[*file_] == 0) open.counts.erase(*file_);
+}
+
+Result<OpenIndex> OpenIndex::Enter(const struct stat& file, const std::function<Status()>& first) {
+  auto& open = OpenIndexes::Instance();
+  const std::lock_guard lock(open.mutex);
+  const std::pair key{file.st_dev, file.st_ino};
+  if (!open.counts.contains(key)) KVCELL_FAIL_IF_ERROR(first());
+  ++open.counts[key];
+  OpenIndex entered;
+  entered.file_ = key;
+  return entered;
+}
+
+Result<std::unique_ptr<Index>> Index::Open(SystemCalls& calls, const File& directory, const StoreOptions& options) {
+  const std::string path = directory.path() + "/store.db";
+  const bool writes = !options.read_only;
+  struct stat info = {};
+  int result = calls.StatAt(directory.fd(), "store.db", &info);
+  if (result == -ENOENT && writes && options.create) {
+    const auto made = File::Open(calls, directory.fd(), "store.db", O_RDWR | O_CREAT | O_EXCL, 0600, path);
+    if (!made) return Fail(made.error());
+    result = calls.StatAt(directory.fd(), "store.db", &info);
+  }
+  if (result < 0) return Fail(ErrnoStatus(-result, "open", path));
+  bool founded = true;
+  auto open = OpenIndex::Enter(info, [&]() -> Status {
+    const auto file = File::Open(calls, directory.fd(), "store.db", writes ? O_RDWR : O_RDONLY, 0, path);
+    if (!file) return file.error();
+    const auto found = IsFounded(*file);
+    if (!found) return found.error();
+    founded = *found;
+    return OkStatus();
+  });
+  if (!open) return Fail(open.error());
+  if (!founded && !writes) {
+    return Fail(StatusCode::kNotFound, fmt::format("index {} is empty: there is no store yet", path));
+  }
+  auto database = Database::Open(path, options.read_only);
   if (!database) return Fail(database.error());
   std::unique_ptr<Index> index(new Index(std::move(*database)));
-  if (!options.read_only) {
+  index->open_ = std::move(*open);
+  if (writes) {
     constexpr std::array<const char*, 3> kSynchronous = {"PRAGMA synchronous=OFF", "PRAGMA synchronous=NORMAL",
                                                          "PRAGMA synchronous=FULL"};
     KVCELL_FAIL_IF_ERROR(index->database_->Run(kSynchronous.at(static_cast<size_t>(options.durability))));
-    if (!*founded) KVCELL_FAIL_IF_ERROR(index->Found());
+    if (!founded) KVCELL_FAIL_IF_ERROR(index->Found());
     KVCELL_FAIL_IF_ERROR(
         index->database_->Run("PRAGMA journal_mode=WAL; PRAGMA secure_delete=ON; PRAGMA temp_store=MEMORY;"));
   }

@@ -4,6 +4,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -58,11 +59,32 @@ struct Link {
   uint64_t checksum = 0;
 };
 
+// That this process has an index file open by way of SQLite, whose locks on it belong to the process: closing any other
+// descriptor of the same file would drop them, and another process could then take the log away. So the file is opened
+// besides SQLite only while no OpenIndex of it lives.
+class OpenIndex {
+ public:
+  OpenIndex() = default;
+  OpenIndex(OpenIndex&& other) noexcept : file_(std::exchange(other.file_, std::nullopt)) {}
+  OpenIndex& operator=(OpenIndex&& other) noexcept {
+    std::swap(file_, other.file_);
+    return *this;
+  }
+  ~OpenIndex();
+
+  // `first`, which may open and close the file, runs if nobody in this process has it open; nobody opens it meanwhile.
+  static Result<OpenIndex> Enter(const struct stat& file, const std::function<Status()>& first);
+
+ private:
+  std::optional<std::pair<dev_t, ino_t>> file_;
+};
+
 // Thread-compatible. Methods run inside the caller's transaction unless stated.
 class Index {
  public:
-  // Opens or, where the file is empty, founds the index of a store. `file` is store.db, open.
-  static Result<std::unique_ptr<Index>> Open(const File& file, const StoreOptions& options);
+  // Opens or, where there is none, founds the index of a store: store.db in `directory`. Callers that write hold the
+  // store's open lock.
+  static Result<std::unique_ptr<Index>> Open(SystemCalls& calls, const File& directory, const StoreOptions& options);
 
   const std::string& path() const { return database_->path(); }
   const StoreId& store_id() const { return store_id_; }
@@ -119,6 +141,7 @@ class Index {
   Status PutMeta(const char* key, std::span<const std::byte> value);
   Status DeleteLinksFrom(int64_t session, int64_t position);
 
+  OpenIndex open_;  // ends after the connection
   std::unique_ptr<Database> database_;
   StoreId store_id_{};
 };

@@ -6,9 +6,11 @@
 
 #include <algorithm>
 #include <cerrno>
+#include <filesystem>
 #include <functional>
 #include <nlohmann/json.hpp>
 #include <string_view>
+#include <system_error>
 
 #include "store/bytes.h"
 #include "store/index.h"
@@ -367,7 +369,17 @@ Result<ExportedSession> ReadExport(const File& file) {
   return session;
 }
 
+// Files of the store itself are never opened beside SQLite (see OpenIndex), nor is anything put between them.
+Status StoreImpl::CheckOutside(const std::string& path) const {
+  std::error_code error;
+  const auto real = std::filesystem::weakly_canonical(path, error);
+  if (error || !real.string().starts_with(path_ + "/")) return OkStatus();
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("{} lies inside the store {}: choose a path outside", path, path_));
+}
+
 Status StoreImpl::Export(const std::string& name, const std::string& path) {
+  KVCELL_RETURN_IF_ERROR(CheckOutside(path));
   struct stat info = {};
   if (calls_.StatAt(AT_FDCWD, path.c_str(), &info) == 0 && !S_ISREG(info.st_mode)) {
     return Status(StatusCode::kInvalidArgument,
@@ -421,6 +433,7 @@ Result<std::string> StoreImpl::Import(const std::string& path, const std::string
     return Fail(StatusCode::kPermission,
                 fmt::format("store {} is open for inspection only: open it for writing", path_));
   }
+  KVCELL_FAIL_IF_ERROR(CheckOutside(path));
   const auto file = File::Open(calls_, AT_FDCWD, path, O_RDONLY, 0, path);
   if (!file) return Fail(file.error());
   auto session = ReadExport(*file);

@@ -2,18 +2,43 @@
 
 #include <fmt/format.h>
 
+#include <filesystem>
+#include <system_error>
+
 namespace kvcell {
 namespace {
 
 constexpr int kBusyMilliseconds = 10'000;
 
+std::string FileUri(const std::string& path) {
+  std::string uri = "file:";
+  for (const char c : path) {
+    const bool plain =
+        (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z') || (c >= '0' && c <= '9') || c == '/' || c == '_';
+    uri += plain ? std::string(1, c) : fmt::format("%{:02x}", static_cast<uint8_t>(c));
+  }
+  return uri;
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Database>> Database::Open(const std::string& path, bool read_only) {
+  auto database = OpenUri(path, path, read_only);
+  if (!read_only || !database) return database;
+  const Status status = (*database)->Run("SELECT 1 FROM sqlite_schema");
+  if (status.ok()) return database;
+  // Where SQLite may not make its shared memory, a file without a log can still be read, as one that nobody writes.
+  std::error_code none;
+  const auto log_bytes = std::filesystem::file_size(path + "-wal", none);
+  if (!none && log_bytes > 0) return Fail(status);
+  return OpenUri(path, FileUri(path) + "?immutable=1", read_only);
+}
+
+Result<std::unique_ptr<Database>> Database::OpenUri(const std::string& path, const std::string& uri, bool read_only) {
   std::unique_ptr<Database> database(new Database(path));
-  const int flags =
-      (read_only ? SQLITE_OPEN_READONLY : SQLITE_OPEN_READWRITE) | SQLITE_OPEN_NOMUTEX | SQLITE_OPEN_NOFOLLOW;
-  const int code = sqlite3_open_v2(path.c_str(), &database->handle_, flags, nullptr);
+  const int flags = (read_only ? SQLITE_OPEN_READONLY : SQLITE_OPEN_READWRITE) | SQLITE_OPEN_NOMUTEX |
+                    SQLITE_OPEN_NOFOLLOW | (uri == path ? 0 : SQLITE_OPEN_URI);
+  const int code = sqlite3_open_v2(uri.c_str(), &database->handle_, flags, nullptr);
   if (code != SQLITE_OK) return Fail(database->Failed(code));
   sqlite3* handle = database->handle_;
   sqlite3_extended_result_codes(handle, 1);

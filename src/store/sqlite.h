@@ -37,6 +37,7 @@ class Database {
  private:
   friend class Query;
   explicit Database(std::string path) : path_(std::move(path)) {}
+  static Result<std::unique_ptr<Database>> OpenUri(const std::string& path, const std::string& uri, bool read_only);
   Result<sqlite3_stmt*> Prepared(const char* sql);
 
   std::string path_;

@@ -94,8 +94,6 @@ Status StoreImpl::OpenFiles() {
   if (!directory) return directory.error();
   directory_ = std::move(*directory);
   const bool writes = !options_.read_only;
-  const std::string index_path = path_ + "/store.db";
-  const int flags = writes ? O_RDWR | (options_.create ? O_CREAT : 0) : O_RDONLY;
   File open_lock;
   if (writes) {
     struct stat info = {};
@@ -109,13 +107,9 @@ Status StoreImpl::OpenFiles() {
   }
   std::array<File, 2> folders;  // segments, locks
   constexpr std::array<const char*, 2> kNames = {"segments", "locks"};
-  {
-    auto index_file = File::Open(calls_, directory_.fd(), "store.db", flags, 0600, index_path);
-    if (!index_file) return index_file.error();
-    auto index = Index::Open(*index_file, options_);
-    if (!index) return index.error();
-    index_ = std::move(*index);
-  }
+  auto index = Index::Open(calls_, directory_, options_);
+  if (!index) return index.error();
+  index_ = std::move(*index);
   for (size_t i = 0; i < folders.size(); ++i) {
     const std::string folder_path = path_ + "/" + kNames.at(i);
     if (writes) {
@@ -470,8 +464,7 @@ Result<SessionRecord> StoreImpl::Load(const std::string& name) {
   for (int attempt = 0; attempt < kLoadAttempts; ++attempt) {
     const auto row = index_->FindSession(name);
     if (!row) return Fail(row.error());
-    if (!*row)
-      return Fail(NoSession(path_, name));
+    if (!*row) return Fail(NoSession(path_, name));
     auto record = LoadHeld(**row);
     // What was read belongs together only if nobody saved or removed the session meanwhile; held since, its cells stay.
     const auto again = index_->FindSession(name);

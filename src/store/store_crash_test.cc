@@ -1,5 +1,5 @@
-// A process that saves is killed (-9) again and again, by chance and at every call that writes, syncs or commits in turn; an
-// oracle outside it knows what was acknowledged. Field cases D4, D5.
+// A process that saves is killed (-9) again and again, by chance and at every call that writes, syncs or commits in
+// turn; an oracle outside it knows what was acknowledged. Field cases D4, D5.
 #include <gtest/gtest.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -35,9 +35,12 @@ bool Changes(const Call& call) {
   switch (call.kind) {
     case CallKind::kRead:
     case CallKind::kStat:
-    case CallKind::kLock: return false;
-    case CallKind::kOpen: return call.creates;
-    default: return true;
+    case CallKind::kLock:
+      return false;
+    case CallKind::kOpen:
+      return call.creates;
+    default:
+      return true;
   }
 }
 
@@ -48,7 +51,9 @@ bool Changes(const Call& call) {
   calls.watcher = [&](const Call& call) {
     if (Changes(call) && ++made == kill_at) {
       const std::string name = call.path.substr(call.path.rfind('/') + 1);
-      const std::string file = name.ends_with(".kvs") ? "segment" : call.path.find("/locks/") != std::string::npos ? "lock" : name;
+      const std::string file = name.ends_with(".kvs")                           ? "segment"
+                               : call.path.find("/locks/") != std::string::npos ? "lock"
+                                                                                : name;
       const std::string point = fmt::format("{}:{}:{}", kill_at, static_cast<int>(call.kind), file);
       std::memcpy(ledger->point.data(), point.c_str(), std::min(point.size() + 1, ledger->point.size() - 1));
       ::kill(::getpid(), SIGKILL);
@@ -85,8 +90,8 @@ bool Changes(const Call& call) {
 }
 
 // One of the versions that the ledger allows; "" where it is so.
-std::string CheckOneOf(Store& store, const std::string& name, int acknowledged, int begun, std::vector<Token> (*tokens)(int),
-                       int* found) {
+std::string CheckOneOf(Store& store, const std::string& name, int acknowledged, int begun,
+                       std::vector<Token> (*tokens)(int), int* found) {
   std::string wrong;
   for (const int version : {begun, acknowledged}) {
     if (version <= 0) {
@@ -132,15 +137,17 @@ TEST(StoreCrash, KilledAtAnyMoment) {
     auto store = OpenStore(directory.store());
     ASSERT_NE(store, nullptr) << "cycle " << cycle << " killed at " << ledger->point.data();
     int main_version = 0, other_version = 0;
-    const std::string wrong = CheckOneOf(*store, "main", ledger->acknowledged, ledger->begun, Version, &main_version) +
-                              CheckOneOf(*store, "other", ledger->other_acknowledged, ledger->other_begun, OtherVersion, &other_version);
+    const std::string wrong =
+        CheckOneOf(*store, "main", ledger->acknowledged, ledger->begun, Version, &main_version) +
+        CheckOneOf(*store, "other", ledger->other_acknowledged, ledger->other_begun, OtherVersion, &other_version);
     ASSERT_EQ(wrong, "") << "cycle " << cycle << " killed at " << ledger->point.data();
     const auto damaged = store->Verify(VerifyTestCell);
     ASSERT_TRUE(damaged);
     for (const auto& cell : *damaged) ADD_FAILURE() << "cycle " << cycle << ": " << cell.path << ": " << cell.what;
     const auto stats = store->Stats();
     ASSERT_TRUE(stats);
-    EXPECT_LE(stats->segment_bytes, 4 * stats->live_bytes + 64 * 4096) << "cycle " << cycle << ": dead processes' space stays";
+    EXPECT_LE(stats->segment_bytes, 4 * stats->live_bytes + 64 * 4096)
+        << "cycle " << cycle << ": dead processes' space stays";
     ledger->acknowledged = ledger->begun = main_version;
     ledger->other_acknowledged = ledger->other_begun = other_version;
   }

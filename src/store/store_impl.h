@@ -60,7 +60,7 @@ class StoreImpl final : public Store {
     std::vector<BlockPlace> given_up;   // places of `record` that another one replaces
     std::vector<int64_t> old_blocks;    // of the session's older version, and damaged rows
     std::vector<ExtentKey> emptied;
-    bool in_doubt = false;                // the last step failed: the log may or may not have taken it
+    bool in_doubt = false;  // the last step failed: the log may or may not have taken it
   };
 
   StoreImpl(std::string path, StoreOptions options, SystemCalls& calls)
@@ -71,13 +71,13 @@ class StoreImpl final : public Store {
   Status ReclaimSegment(const File& owned, uint64_t segment);
   // Gives back the bytes of an extent's blocks that no row names; false where someone holds one of them.
   Result<bool> CollectExtent(const ExtentKey& key, bool erase);
-  // What Remove does to a session's rows: delete them; the same if nobody holds the cells that then go; or keep them and free
-  // the cells beforehand. `emptied` becomes the extents that lose blocks.
+  // What Remove does to a session's rows: delete them; the same if nobody holds the cells that then go; or keep them
+  // and free the cells beforehand. `emptied` becomes the extents that lose blocks.
   enum class Removal { kPlain, kErase, kCellsAlone };
   Status RemoveRows(const std::string& name, Removal removal, std::vector<ExtentKey>* emptied);
   Status EraseIndexLog();
-  // After a commit that failed the log may still hold it, and a recovery might bring it back. Another write over it settles
-  // that it never was; false where that fails too.
+  // After a commit that failed the log may still hold it, and a recovery might bring it back. Another write over it
+  // settles that it never was; false where that fails too.
   bool SettleIndex();
 
   Result<std::unique_ptr<SessionLock>> LockUnlessHeld(const std::string& name);
@@ -96,6 +96,7 @@ class StoreImpl final : public Store {
   Result<ExtentRow> ExtentOf(const BlockPlace& place);
   Status HoldBlock(const BlockRecord& block);
   Result<uint64_t> NextGenerationLocked();
+  Status CheckOutside(const std::string& path) const;
 
   const std::string path_;
   const StoreOptions options_;

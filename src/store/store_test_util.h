@@ -24,7 +24,8 @@ class TemporaryDirectory {
   TemporaryDirectory() {
     // In memory where possible: thousands of syncs cost nothing there. TMPDIR chooses a disk.
     const bool in_memory = ::getenv("TMPDIR") == nullptr && ::access("/dev/shm", W_OK) == 0;
-    std::string pattern = (in_memory ? "/dev/shm" : std::filesystem::temp_directory_path().string()) + "/kvcell-store-XXXXXX";
+    std::string pattern =
+        (in_memory ? "/dev/shm" : std::filesystem::temp_directory_path().string()) + "/kvcell-store-XXXXXX";
     path_ = ::mkdtemp(pattern.data());
   }
   ~TemporaryDirectory() {
