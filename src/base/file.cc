@@ -244,7 +244,9 @@ Result<bool> File::TryLock(uint64_t offset, uint64_t bytes, LockKind kind) const
   if (!FitsOffset(offset, bytes)) return Fail(Failed(EINVAL, "lock"));
   const int result = calls_->Lock(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes), kind);
   if (result == -EAGAIN || result == -EACCES) return false;
-  if (result < 0) return Fail(Failed(-result, "lock"));
+  // The arguments are right: a file system (or a kernel) without such locks says so in several ways.
+  const bool unsupported = result == -EINVAL || result == -ENOLCK || result == -ENOSYS;
+  if (result < 0) return Fail(Failed(unsupported ? EOPNOTSUPP : -result, "lock"));
   return true;
 }
 

@@ -302,8 +302,8 @@ TEST(StoreErrors, AnotherUsersDirectories) {
     options.read_only = true;
     auto store = Store::Open(directory.store(), options);
     if (!store) {
-      fmt::print("{}\n", store.error().message());
-      std::fflush(stdout);
+      fmt::print(stderr, "{}\n", store.error().message());
+
       ::_exit(4);
     }
     if (!CheckSession(**store, "a", tokens).empty()) ::_exit(5);

@@ -179,8 +179,7 @@ TEST(StoreFaults, FullDisk) {
     if (!store || !CheckSession(**store, kName, Before()).empty()) ::_exit(6);
     std::ofstream(disk + "/filler", std::ios::binary) << std::string(size_t{8} << 20, 'x');  // the last byte is taken
     const Status removed = (*store)->Remove("more 0", false);
-    if (!removed.ok()) fmt::print("{}\n", removed.message());
-    std::fflush(stdout);
+    if (!removed.ok()) fmt::print(stderr, "{}\n", removed.message());
     ::_exit(removed.ok() ? 0 : 7);
   }
   int status = 0;

@@ -4,6 +4,9 @@
 #include <signal.h>
 #include <sys/wait.h>
 
+#include <atomic>
+#include <thread>
+
 #include "store/store_test_util.h"
 
 namespace kvcell::test {
@@ -212,6 +215,30 @@ TEST(StoreProcesses, AReaderSeesAWholeSessionWhileItIsSaved) {
   }
   EXPECT_EQ(status, 0);
   EXPECT_GT(reads, 0);
+}
+
+TEST(StoreProcesses, ThreadsShareOneObject) {
+  TemporaryDirectory directory;
+  auto store = OpenStore(directory.store());
+  std::vector<std::thread> threads;
+  std::atomic<int> wrong{0};
+  for (int t = 0; t < 4; ++t) {
+    threads.emplace_back([&, t] {
+      const auto name = fmt::format("of thread {}", t);
+      for (int v = 0; v < 10; ++v) {
+        const auto tokens = MakeTokens(10 * t + v, static_cast<size_t>(64 * (1 + v % 4) + t), 64);
+        const auto saved = SaveSession(*store, name, tokens);
+        if (!saved || !CheckSession(*store, name, tokens).empty()) ++wrong;
+        if (saved) ReleaseAll(*store, *saved);
+        if (!store->List() || !store->Stats()) ++wrong;
+        if (v % 5 == 4 && !store->Remove(name, v == 9).ok()) ++wrong;
+      }
+    });
+  }
+  for (auto& thread : threads) thread.join();
+  EXPECT_EQ(wrong, 0);
+  EXPECT_TRUE(store->Verify(VerifyTestCell)->empty());
+  EXPECT_EQ(store->Stats()->blocks, 0);
 }
 
 // Field case D11: nothing that a store finds depends on the process.

@@ -57,6 +57,8 @@ Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier)
     std::vector<std::optional<BlockRow>> blocks;
     {
       const std::lock_guard lock(mutex_);
+      Transaction transaction(index_->database());
+      KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
       const auto again = index_->FindSession(row.name);
       if (!again || !*again || (*again)->revision != row.revision) continue;  // saved or removed meanwhile
       SessionRecord record;
