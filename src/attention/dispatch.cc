@@ -2,10 +2,10 @@
 #include "attention/dispatch.h"
 
 #include <fmt/format.h>
-#include <fmt/ranges.h>
 
 #include <atomic>
 #include <cstdlib>
+#include <string>
 
 #include "attention/attention.h"
 
@@ -15,7 +15,7 @@ namespace attention_internal {
 std::span<const KernelSet* const> CompiledKernels() {
   static const KernelSet* const compiled[] = {
 #if defined(__x86_64__)
-      &Avx2Kernels(),
+      &Avx512Kernels(), &Avx2Kernels(),
 #endif
       &ScalarKernels(),
   };
@@ -52,8 +52,10 @@ std::atomic<const KernelSet*>& Active() {
 }
 
 Status Lacking(std::string_view what, std::string_view isa) {
-  return Status(StatusCode::kUnsupported, fmt::format("{}: instruction set '{}' is not available here; this machine has {}",
-                                                      what, isa, fmt::join(AttentionIsasFound(), ", ")));
+  std::string found;
+  for (const std::string_view name : AttentionIsasFound()) found.append(found.empty() ? "" : ", ").append(name);
+  return Status(StatusCode::kUnsupported,
+                fmt::format("{}: instruction set '{}' is not available here; this machine has {}", what, isa, found));
 }
 
 }  // namespace

@@ -119,6 +119,7 @@ inline constexpr float kMinWeight = 1e-30f;  // a cell whose weights are all bel
 
 const KernelSet& ScalarKernels();
 #if defined(__x86_64__)
+const KernelSet& Avx512Kernels();  // with VNNI
 const KernelSet& Avx2Kernels();
 #endif
 
