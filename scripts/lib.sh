@@ -7,6 +7,8 @@ BUILD="$ROOT/build"
 DEPS="$BUILD/deps"
 LOGS="$BUILD/logs"
 mkdir -p "$LOGS"
+# Paths relative to the checkout, so that a second clone finds what the first one compiled.
+export CCACHE_BASEDIR="$ROOT" CCACHE_NOHASHDIR=1
 
 say() { printf '%s\n' "$*" >&2; }
 die() { printf 'error: %s\n' "$*" >&2; exit 1; }

@@ -8,9 +8,10 @@ source "$(dirname "$0")/lib.sh"
 
 VERSION=0.3.35 # of llama-cpp-python, which vendors llama.cpp whole
 PREFIX="$DEPS/llama"
+# OpenMP: its threads sleep when one of them is late; ggml's own spin, and on a busy machine lose most of the time so.
 OPTIONS=(
   -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=OFF -DCMAKE_POSITION_INDEPENDENT_CODE=ON
-  -DGGML_NATIVE=ON -DGGML_OPENMP=OFF -DGGML_CCACHE=OFF
+  -DGGML_NATIVE=ON -DGGML_OPENMP=ON -DGGML_CCACHE=ON
   -DLLAMA_BUILD_COMMON=OFF -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF
   -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF -DLLAMA_BUILD_APP=OFF -DLLAMA_BUILD_UI=OFF
 )
