@@ -19,16 +19,27 @@ tl::unexpected<Status> Refuse(const Status& status, std::string_view option) {
   return Fail(StatusCode::kInvalidArgument, fmt::format("{}: {}", option, status.message()));
 }
 
+// Room for the whole context; less needs a store.
+uint64_t WholeContext(const MemoryPlan& plan) { return std::max(plan.total, plan.minimum); }
+
 Status CheckBudget(const EnginePlan& plan) {
   const uint64_t budget = plan.cache.ram_budget;
-  if (budget == 0 || budget >= plan.memory.minimum) return OkStatus();
+  if (budget == 0 || budget >= plan.budget_floor) return OkStatus();
   return Status(
       StatusCode::kInvalidArgument,
       fmt::format("--ram-budget {} is too small for {} tokens of context; the smallest that would do is {} ({} bytes)",
-                  FormatSize(budget), FormatCount(plan.context), FormatSize(plan.memory.minimum), plan.memory.minimum));
+                  FormatSize(budget), FormatCount(plan.context), FormatSize(plan.budget_floor), plan.budget_floor));
 }
 
 }  // namespace
+
+Result<uint64_t> BudgetFloor(CacheOptions cache, const MemoryPlan& without_store, int64_t context,
+                             int32_t n_sequences) {
+  cache.store = "any";  // cells come back from it through a little memory of its own
+  const Result<MemoryPlan> with_store = PlanMemory(cache, context, n_sequences);
+  if (!with_store) return Fail(with_store.error());
+  return std::min(WholeContext(without_store), with_store->minimum);
+}
 
 Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
   Result<CacheOptions> cache = ToCacheOptions(options);
@@ -51,11 +62,15 @@ Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
     plan.cache.store = options.store;
   }
   Result<MemoryPlan> memory = PlanMemory(plan.cache, plan.context, 1);
-  if (memory && plan.cache.store.empty() && options.ram_budget > 0 && options.ram_budget < memory->total) {
-    plan.cache.store = options.store;  // where older cells go; reading them back takes a little memory of its own
-    memory = PlanMemory(plan.cache, plan.context, 1);
-  }
   if (!memory) return Fail(memory.error());
+  if (!plan.cache.store.empty()) {
+    plan.budget_floor = memory->minimum;
+  } else {
+    const Result<uint64_t> floor = BudgetFloor(plan.cache, *memory, plan.context, 1);
+    if (!floor) return Fail(floor.error());
+    plan.budget_floor = *floor;
+    if (options.ram_budget > 0 && options.ram_budget < WholeContext(*memory)) plan.cache.store = options.store;
+  }
   plan.memory = *memory;
   KVCELL_FAIL_IF_ERROR(CheckBudget(plan));
   return plan;

@@ -28,7 +28,13 @@ struct EnginePlan {
   CacheOptions cache;
   int64_t context = 0;
   MemoryPlan memory;
+  uint64_t budget_floor = 0;
 };
+// `budget_floor` is the smallest --ram-budget that works: with room for the whole context, or with a store to move
+// cells to.
 Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts);
+
+// The smallest budget for `n_sequences` of `context` tokens, given the plan without a store.
+Result<uint64_t> BudgetFloor(CacheOptions cache, const MemoryPlan& without_store, int64_t context, int32_t n_sequences);
 
 }  // namespace kvcell::cli

@@ -60,7 +60,7 @@ struct PlanRow {
   uint64_t kv = 0;  // cells, coded and exact
   uint64_t f16 = 0;
   uint64_t weights = 0;
-  uint64_t working = 0;  // scratch, tables and the model's compute buffers
+  uint64_t working = 0;    // scratch, tables and the model's compute buffers
   uint64_t cache_ram = 0;  // what the cache takes: kv and its scratch
   uint64_t minimum = 0;    // smallest --ram-budget
 };
@@ -75,9 +75,8 @@ Result<PlanRow> MakeRow(const PlannedModel& planned, CacheOptions cache, int64_t
   cache.max_step_tokens = static_cast<int32_t>(std::min<int64_t>(kChunkTokens, context));
   const Result<MemoryPlan> memory = PlanMemory(cache, context, static_cast<int32_t>(batch));
   if (!memory) return Fail(memory.error());
-  cache.store = "any";  // a budget smaller than the context needs a store, and a little memory to read back through
-  const Result<MemoryPlan> with_store = PlanMemory(cache, context, static_cast<int32_t>(batch));
-  if (!with_store) return Fail(with_store.error());
+  const Result<uint64_t> floor = BudgetFloor(cache, *memory, context, static_cast<int32_t>(batch));
+  if (!floor) return Fail(floor.error());
   const int rows = static_cast<int>(std::min<int64_t>(kChunkTokens, context * batch));
   return PlanRow{
       .context = context,
@@ -88,7 +87,7 @@ Result<PlanRow> MakeRow(const PlannedModel& planned, CacheOptions cache, int64_t
       .weights = planned.weights,
       .working = memory->scratch + memory->metadata + (planned.model ? planned.model->WorkingBytes(rows) : 0),
       .cache_ram = memory->total,
-      .minimum = with_store->minimum};
+      .minimum = *floor};
 }
 
 Result<std::vector<PlanRow>> MakeRows(const Options& options) {
