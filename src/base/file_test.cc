@@ -67,7 +67,7 @@ TEST_F(FileTest, ShortReadsAndWritesAreCompleted) {
 }
 
 TEST_F(FileTest, ModeIsExactWhateverTheUmask) {
-  for (const mode_t mask : {0000, 0022, 0777}) {
+  for (const mode_t mask : {0000u, 0022u, 0777u}) {
     const mode_t old = ::umask(mask);
     const auto file = Open(std::to_string(mask), O_RDWR | O_CREAT);
     const Status made = MakeDirectories(SystemCalls::Real(), directory_ + "/d" + std::to_string(mask) + "/e");

@@ -316,7 +316,7 @@ TEST(StoreErrors, AnotherUsersDirectories) {
 
 // Field case H5: modes at creation whatever the umask, and names that tell nothing.
 TEST(StoreErrors, OnlyTheOwnerReadsWhateverTheUmask) {
-  for (const mode_t mask : {0000, 0022, 0777}) {
+  for (const mode_t mask : {0000u, 0022u, 0777u}) {
     TemporaryDirectory directory;
     const mode_t old = ::umask(mask);
     auto store = OpenStore(directory.store());

@@ -44,7 +44,8 @@ struct Fault {
 class SaveFaults : public testing::TestWithParam<std::tuple<Durability, Fault>> {};
 
 TEST_P(SaveFaults, OldOrNewSessionIsWhole) {
-  const auto [durability, fault] = GetParam();
+  const Durability durability = std::get<0>(GetParam());
+  const Fault fault = std::get<1>(GetParam());
   TemporaryDirectory directory;
   MakeTemplate(directory / "template", durability);
   int points = 0;

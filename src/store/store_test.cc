@@ -30,7 +30,7 @@ TEST(Store, SavesAndLoadsInAnotherObject) {
 TEST(Store, AnySessionLengthComesBack) {
   TemporaryDirectory directory;
   auto store = OpenStore(directory.store());
-  for (const size_t n : {0, 1, 63, 64, 65, 127, 128, 129}) {
+  for (const size_t n : {0u, 1u, 63u, 64u, 65u, 127u, 128u, 129u}) {
     const auto name = fmt::format("of {}", n);
     const auto saved = SaveSession(*store, name, MakeTokens(static_cast<int>(n), n));
     ASSERT_TRUE(saved) << saved.error().message();
