@@ -31,6 +31,7 @@ class Program {
     AddPlan();
     AddInspect();
     AddStore();
+    AddLab();
     AddInfo();
     AddConfig();
     AddCompletion();
@@ -161,6 +162,16 @@ class Program {
                 "kvcell store verify --store /var/lib/kvcell");
     parser_.Offer(verify, {"store", "json", "quiet"});
     OnChosen(verify, StoreVerifyCommand);
+  }
+
+  void AddLab() {
+    CLI::App* group = Group("lab", "measures codecs on a model");
+    CLI::App* quality =
+        Command(group, "quality", "perplexity and KL divergence by codec, against the same model's f16 KV",
+                "kvcell lab quality -m model.gguf -f text.txt --context 2048 --codec i8 i4 --weights f32 --peer");
+    parser_.Offer(quality, {"model", "file", "context", "windows", "codecs", "sinks", "recent-blocks", "peer",
+                            "weights", "threads", "state", "json", "quiet"});
+    OnChosen(quality, LabQualityCommand);
   }
 
   void AddInfo() {

@@ -24,6 +24,8 @@ int InspectCommand(const Options& options);
 int InfoCommand(const Options& options, bool codecs);
 int ConfigShowCommand(const Options& options, std::span<const OptionOrigin> origins);
 
+int LabQualityCommand(const Options& options);
+
 int StoreStatsCommand(const Options& options);
 int StoreVerifyCommand(const Options& options);
 

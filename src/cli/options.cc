@@ -293,6 +293,40 @@ const std::vector<OptionSpec>& Table() {
        .help = "its values per head",
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1024, &o->head_dim); }},
+      {.name = "windows",
+       .flags = "--windows",
+       .type = "N",
+       .shown_default = "16",
+       .help = "windows of the text to measure; more take longer and narrow the error",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1 << 20, &o->windows); }},
+      {.name = "peer",
+       .flags = "--peer",
+       .help = "measures libllama's f16, q8_0 and q4_0 in the same run, on the same windows",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetBool(t, &o->peer); }},
+      {.name = "weights",
+       .flags = "--weights",
+       .type = "f32|file",
+       .shown_default = "file",
+       .help = "f32 turns all weights to f32 first: with 4-bit weights two exact attentions already differ, which "
+               "hides what is "
+               "finer; takes four bytes per parameter of disk and memory",
+       .setting = false,
+       .set =
+           [](const std::string& t, Options* o) {
+             if (t != "f32" && t != "file") {
+               return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is neither f32 nor file", t));
+             }
+             o->weights_f32 = t == "f32";
+             return OkStatus();
+           }},
+      {.name = "state",
+       .flags = "--state",
+       .type = "FILE",
+       .help = "keeps finished windows in a file, so that an interrupted measurement goes on from there",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the state's path", &o->state); }},
   };
   return table;
 }

@@ -56,6 +56,11 @@ struct Options {
   int32_t heads = 0;
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
+  // lab quality
+  int64_t windows = 16;
+  bool peer = false;
+  bool weights_f32 = false;
+  std::string state;
 };
 
 struct OptionSpec {

@@ -1,9 +1,7 @@
 // kvcell run: feeds a prompt, prints the answer as it comes, and keeps the session.
 #include <fmt/format.h>
 
-#include <cerrno>
 #include <cstdio>
-#include <cstring>
 #include <memory>
 #include <string>
 #include <utility>
@@ -14,45 +12,16 @@
 #include "cli/interrupt.h"
 #include "cli/output.h"
 #include "cli/report.h"
+#include "cli/text_file.h"
 #include "cli/units.h"
 
 namespace kvcell::cli {
 namespace {
 
-constexpr size_t kMaxPromptBytes = size_t{64} << 20;  // far beyond any context; ends a prompt that never ends
-
-struct FileCloser {
-  void operator()(std::FILE* file) const {
-    if (file != stdin) std::fclose(file);
-  }
-};
-
-Result<std::string> ReadPromptFile(const std::string& path) {
-  const std::unique_ptr<std::FILE, FileCloser> file(path == "-" ? stdin : std::fopen(path.c_str(), "rb"));
-  if (file == nullptr) {
-    return Fail(errno == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
-                fmt::format("{}: the prompt file can't be opened: {}", path, std::strerror(errno)));
-  }
-  std::string text;
-  std::string buffer(size_t{1} << 16, '\0');
-  size_t n = 0;
-  while ((n = std::fread(buffer.data(), 1, buffer.size(), file.get())) > 0) {
-    if (text.size() + n > kMaxPromptBytes) {
-      return Fail(StatusCode::kInvalidArgument,
-                  fmt::format("{}: the prompt is larger than {}; shorten it", path, FormatSize(kMaxPromptBytes)));
-    }
-    text.append(buffer, 0, n);
-  }
-  if (std::ferror(file.get()) != 0) {
-    return Fail(StatusCode::kIoError, fmt::format("{}: the prompt file can't be read: {}", path, std::strerror(errno)));
-  }
-  return text;
-}
-
 Result<std::string> PromptText(const Options& options) {
   std::string text;
   if (options.file) {
-    Result<std::string> read = ReadPromptFile(*options.file);
+    Result<std::string> read = ReadTextFile(*options.file);
     if (!read) return read;
     text = *std::move(read);
   }

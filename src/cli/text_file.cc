@@ -1,0 +1,47 @@
+#include "cli/text_file.h"
+
+#include <fmt/format.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "cli/units.h"
+
+namespace kvcell::cli {
+namespace {
+
+constexpr size_t kMaxTextBytes = size_t{64} << 20;  // far beyond any context; ends a prompt that never ends
+
+struct FileCloser {
+  void operator()(std::FILE* file) const {
+    if (file != stdin) std::fclose(file);
+  }
+};
+
+}  // namespace
+
+Result<std::string> ReadTextFile(const std::string& path) {
+  const std::unique_ptr<std::FILE, FileCloser> file(path == "-" ? stdin : std::fopen(path.c_str(), "rb"));
+  if (file == nullptr) {
+    return Fail(errno == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
+                fmt::format("{}: the file can't be opened: {}", path, std::strerror(errno)));
+  }
+  std::string text;
+  std::string buffer(size_t{1} << 16, '\0');
+  size_t n = 0;
+  while ((n = std::fread(buffer.data(), 1, buffer.size(), file.get())) > 0) {
+    if (text.size() + n > kMaxTextBytes) {
+      return Fail(StatusCode::kInvalidArgument,
+                  fmt::format("{}: the text is larger than {}; shorten it", path, FormatSize(kMaxTextBytes)));
+    }
+    text.append(buffer, 0, n);
+  }
+  if (std::ferror(file.get()) != 0) {
+    return Fail(StatusCode::kIoError, fmt::format("{}: the file can't be read: {}", path, std::strerror(errno)));
+  }
+  return text;
+}
+
+}  // namespace kvcell::cli
