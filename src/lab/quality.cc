@@ -1,0 +1,394 @@
+#include "lab/quality.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <filesystem>
+#include <fstream>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <numeric>
+#include <thread>
+
+#include "base/checksum.h"
+#include "kvcell/cache.h"
+#include "lab/peer.h"
+#include "model/model.h"
+
+namespace kvcell {
+namespace {
+
+using Json = nlohmann::json;
+
+// One way of keeping K and V. Windows are fed from empty, chunk by chunk.
+class Candidate {
+ public:
+  virtual ~Candidate() = default;
+  virtual Status Reset() = 0;
+  // logits [n_tokens, n_vocab]
+  virtual Status Feed(std::span<const Token> tokens, std::vector<float>* logits) = 0;
+  // Of all that is kept now, per element.
+  virtual double BitsAllIn() const = 0;
+
+  std::string engine, codec;
+  double bits = 0;
+  size_t reference = 0;  // index of the candidate it is compared with: its own engine's f16
+};
+
+class CellCandidate final : public Candidate {
+ public:
+  static Result<std::unique_ptr<Candidate>> Make(Model* model, const std::string& codec, const QualityOptions& options) {
+    auto candidate = std::make_unique<CellCandidate>();
+    CacheOptions cache;
+    auto spec = ParseCodec(codec);
+    if (!spec) return Fail(spec.error());
+    cache.codec = *spec;
+    cache.geometry = model->facts().geometry;
+    cache.sinks = options.sinks;
+    cache.recent_blocks = options.recent_blocks;
+    cache.max_step_tokens = static_cast<int32_t>(options.chunk);
+    auto opened = Cache::Open(cache);
+    if (!opened) return Fail(opened.error());
+    candidate->model_ = model;
+    candidate->cache_ = std::move(*opened);
+    candidate->engine = "kvcell";
+    candidate->codec = codec;
+    candidate->bits = candidate->cache_->Stats().bits_per_element;
+    return candidate;
+  }
+
+  Status Reset() override {
+    if (sequence_ >= 0) KVCELL_RETURN_IF_ERROR(cache_->Free(sequence_));
+    auto created = cache_->Create();
+    if (!created) return created.error();
+    sequence_ = *created;
+    return OkStatus();
+  }
+
+  Status Feed(std::span<const Token> tokens, std::vector<float>* logits) override {
+    const ModelStep step{.sequence = sequence_, .tokens = tokens, .want_all_logits = true};
+    return model_->Forward(cache_.get(), {&step, 1}, logits);
+  }
+
+  double BitsAllIn() const override {
+    const CacheStats stats = cache_->Stats();
+    return 16.0 * static_cast<double>(stats.kv_bytes) / static_cast<double>(std::max<uint64_t>(1, stats.f16_bytes));
+  }
+
+ private:
+  Model* model_ = nullptr;
+  std::unique_ptr<Cache> cache_;
+  SequenceId sequence_ = -1;
+};
+
+class PeerCandidate final : public Candidate {
+ public:
+  static Result<std::unique_ptr<Candidate>> Make(const std::string& path, PeerKvType type, const QualityOptions& options) {
+    auto candidate = std::make_unique<PeerCandidate>();
+    const bool quantized = type != PeerKvType::kF16;
+    auto peer = Peer::Load(path, {.type_k = type,
+                                  .type_v = type,
+                                  .flash_attention = quantized,  // libllama has no other way to read a quantized V
+                                  .n_threads = options.n_threads,
+                                  .n_ubatch = static_cast<int32_t>(options.chunk),
+                                  .context = options.context});
+    if (!peer) return Fail(peer.error());
+    candidate->peer_ = std::move(*peer);
+    candidate->engine = "libllama";
+    candidate->codec = type == PeerKvType::kF16 ? "f16" : type == PeerKvType::kQ8_0 ? "q8_0" : "q4_0";
+    // 32 values and an f16 scale per ggml block.
+    candidate->bits = type == PeerKvType::kF16 ? 16.0 : type == PeerKvType::kQ8_0 ? 8.5 : 4.5;
+    return candidate;
+  }
+
+  Status Reset() override {
+    peer_->Reset();
+    return OkStatus();
+  }
+  Status Feed(std::span<const Token> tokens, std::vector<float>* logits) override {
+    return peer_->Decode(tokens, /*all_logits=*/true, logits);
+  }
+  double BitsAllIn() const override { return bits; }
+
+ private:
+  std::unique_ptr<Peer> peer_;
+};
+
+// What is known of one candidate's scored positions.
+struct Scores {
+  std::vector<double> nll, kld;  // [positions]
+  std::vector<char> same_top;
+  std::vector<double> window_kld;  // means
+  double bits_all_in = 0;
+};
+
+double LogSum(std::span<const float> logits, float highest) {
+  double sum = 0;
+  for (const float x : logits) sum += static_cast<double>(std::exp(x - highest));
+  return static_cast<double>(highest) + std::log(sum);
+}
+
+struct Point {
+  double nll = 0, kld = 0;
+  bool same_top = false;
+};
+
+// KL(reference || candidate) in nats, and the candidate's loss on the token that came.
+Point Compare(std::span<const float> reference, std::span<const float> candidate, Token next) {
+  const auto top_r = std::max_element(reference.begin(), reference.end());
+  const auto top_c = std::max_element(candidate.begin(), candidate.end());
+  const double log_r = LogSum(reference, *top_r);
+  const double log_c = LogSum(candidate, *top_c);
+  Point point;
+  point.nll = log_c - static_cast<double>(candidate[static_cast<size_t>(next)]);
+  point.same_top = top_r - reference.begin() == top_c - candidate.begin();
+  for (size_t i = 0; i < reference.size(); ++i) {
+    const double lp = static_cast<double>(reference[i]) - log_r;
+    if (lp < -40.0) continue;  // weighs less than 1e-17
+    point.kld += std::exp(lp) * (lp - (static_cast<double>(candidate[i]) - log_c));
+  }
+  return point;
+}
+
+class Run {
+ public:
+  static Result<QualityResult> Measure(const QualityOptions& options) {
+    Run run(options);
+    KVCELL_FAIL_IF_ERROR(run.Load());
+    KVCELL_FAIL_IF_ERROR(run.MakeCandidates());
+    run.ReadState();
+    for (int64_t w = run.done_; w < run.n_windows_; ++w) {
+      if (options.on_window) options.on_window(w, run.n_windows_);
+      if (options.should_stop && options.should_stop()) {
+        return Fail(StatusCode::kCancelled, fmt::format("stopped after {} of {} windows", w, run.n_windows_));
+      }
+      KVCELL_FAIL_IF_ERROR(run.Window(w));
+      KVCELL_FAIL_IF_ERROR(run.WriteState(w + 1));
+    }
+    if (options.on_window) options.on_window(run.n_windows_, run.n_windows_);
+    return run.Summary();
+  }
+
+ private:
+  explicit Run(const QualityOptions& options) : options_(options), path_(options.model) {}
+
+  Status Load() {
+    if (options_.context < 2 || options_.windows < 1 || options_.chunk < 1) {
+      return Status(StatusCode::kInvalidArgument, "context, windows and chunk must be positive");
+    }
+    if (options_.weights_f32) KVCELL_RETURN_IF_ERROR(UseF32Copy());
+    auto model = Model::Load(path_, {.n_threads = options_.n_threads, .max_batch = static_cast<int32_t>(options_.chunk)});
+    if (!model) return model.error();
+    model_ = std::move(*model);
+    if (options_.context > model_->facts().context_train) {
+      return Status(StatusCode::kInvalidArgument, fmt::format("a context of {} is beyond the {} the model was trained for",
+                                                              options_.context, model_->facts().context_train));
+    }
+    auto tokens = model_->Tokenize(options_.text, /*special=*/true, /*parse=*/false);
+    if (!tokens) return tokens.error();
+    tokens_ = std::move(*tokens);
+    n_windows_ = std::min<int64_t>(options_.windows, static_cast<int64_t>(tokens_.size()) / options_.context);
+    if (n_windows_ < 1) {
+      return Status(StatusCode::kInvalidArgument, fmt::format("the text has {} tokens, but one window takes {}", tokens_.size(),
+                                                              options_.context));
+    }
+    return OkStatus();
+  }
+
+  // The copy lies beside the model's digest in the user's cache directory, made once.
+  Status UseF32Copy() {
+    const char* home = std::getenv("HOME");
+    const char* cache = std::getenv("XDG_CACHE_HOME");
+    const std::filesystem::path directory =
+        std::filesystem::path(cache != nullptr && *cache != '\0' ? cache : fmt::format("{}/.cache", home == nullptr ? "/tmp" : home)) /
+        "kvcell";
+    std::error_code error;
+    const auto size = std::filesystem::file_size(path_, error);
+    if (error) return Status(StatusCode::kNotFound, fmt::format("can't read {}: {}", path_, error.message()));
+    const auto written = std::filesystem::last_write_time(path_, error).time_since_epoch().count();
+    std::filesystem::create_directories(directory, error);
+    const std::string key = fmt::format("{}:{}:{}", std::filesystem::absolute(path_).string(), size, written);
+    const auto copy = directory / fmt::format("{:016x}.f32.gguf", Checksum64(std::as_bytes(std::span(key))));
+    if (!std::filesystem::exists(copy)) KVCELL_RETURN_IF_ERROR(WriteF32Copy(path_, copy.string()));
+    path_ = copy.string();
+    return OkStatus();
+  }
+
+  Status Add(Result<std::unique_ptr<Candidate>> made, size_t reference) {
+    if (!made) return made.error();
+    (*made)->reference = reference;
+    candidates_.push_back(std::move(*made));
+    return OkStatus();
+  }
+
+  Status MakeCandidates() {
+    KVCELL_RETURN_IF_ERROR(Add(CellCandidate::Make(model_.get(), "f16", options_), 0));
+    for (const std::string& codec : options_.codecs) {
+      if (codec != "f16") KVCELL_RETURN_IF_ERROR(Add(CellCandidate::Make(model_.get(), codec, options_), 0));
+    }
+    if (options_.peer) {
+      peer_f16_ = candidates_.size();
+      for (const PeerKvType type : {PeerKvType::kF16, PeerKvType::kQ8_0, PeerKvType::kQ4_0}) {
+        KVCELL_RETURN_IF_ERROR(Add(PeerCandidate::Make(path_, type, options_), peer_f16_));
+      }
+    }
+    scores_.resize(candidates_.size());
+    return OkStatus();
+  }
+
+  Status Window(int64_t w) {
+    const auto window = std::span<const Token>(tokens_).subspan(static_cast<size_t>(w * options_.context),
+                                                               static_cast<size_t>(options_.context));
+    const int64_t first_scored = options_.context / 2;
+    for (auto& candidate : candidates_) KVCELL_RETURN_IF_ERROR(candidate->Reset());
+    std::vector<std::vector<float>> logits(candidates_.size());
+    const size_t before = scores_[0].kld.size();
+    for (int64_t at = 0; at < options_.context; at += options_.chunk) {
+      const int64_t n = std::min(options_.chunk, options_.context - at);
+      for (size_t c = 0; c < candidates_.size(); ++c) {
+        KVCELL_RETURN_IF_ERROR(
+            candidates_[c]->Feed(window.subspan(static_cast<size_t>(at), static_cast<size_t>(n)), &logits[c]));
+      }
+      // The last token of a window has no next one in it.
+      const int64_t begin = std::max(at, first_scored), end = std::min(at + n, options_.context - 1);
+      if (begin < end) Score(logits, window, at, begin, end);
+    }
+    for (size_t c = 0; c < candidates_.size(); ++c) {
+      Scores& s = scores_[c];
+      s.window_kld.push_back(std::accumulate(s.kld.begin() + static_cast<std::ptrdiff_t>(before), s.kld.end(), 0.0) /
+                             static_cast<double>(s.kld.size() - before));
+      s.bits_all_in = candidates_[c]->BitsAllIn();
+    }
+    return OkStatus();
+  }
+
+  void Score(const std::vector<std::vector<float>>& logits, std::span<const Token> window, int64_t at, int64_t begin, int64_t end) {
+    const auto n_vocab = static_cast<size_t>(model_->facts().n_vocab);
+    const auto n = static_cast<size_t>(end - begin);
+    const size_t first = scores_[0].kld.size();
+    for (Scores& s : scores_) {
+      s.nll.resize(first + n);
+      s.kld.resize(first + n);
+      s.same_top.resize(first + n);
+    }
+    floor_.resize(first + n);
+    const auto row = [&](size_t c, size_t i) {
+      return std::span<const float>(logits[c]).subspan((static_cast<size_t>(begin - at) + i) * n_vocab, n_vocab);
+    };
+    const auto part = [&](size_t from, size_t step) {
+      for (size_t i = from; i < n; i += step) {
+        const Token next = window[static_cast<size_t>(begin) + i + 1];
+        for (size_t c = 0; c < candidates_.size(); ++c) {
+          const Point point = Compare(row(candidates_[c]->reference, i), row(c, i), next);
+          scores_[c].nll[first + i] = point.nll;
+          scores_[c].kld[first + i] = point.kld;
+          scores_[c].same_top[first + i] = point.same_top ? 1 : 0;
+        }
+        if (options_.peer) floor_[first + i] = Compare(row(peer_f16_, i), row(0, i), next).kld;
+      }
+    };
+    const size_t n_threads = options_.n_threads > 0 ? static_cast<size_t>(options_.n_threads)
+                                                    : std::max(1u, std::thread::hardware_concurrency());
+    std::vector<std::thread> threads;
+    for (size_t t = 1; t < n_threads; ++t) threads.emplace_back(part, t, n_threads);
+    part(0, n_threads);
+    for (std::thread& thread : threads) thread.join();
+  }
+
+  // What the finished windows are worth nothing for, if it changes.
+  std::string StateKey() const {
+    std::string key = fmt::format("{}|{}|{}|{}|{}|{}|{}", path_, options_.context, options_.chunk, options_.sinks,
+                                  options_.recent_blocks, options_.peer, Checksum64(std::as_bytes(std::span(options_.text))));
+    for (const auto& candidate : candidates_) key += "|" + candidate->codec;
+    return key;
+  }
+
+  void ReadState() {
+    if (options_.state.empty()) return;
+    std::ifstream file(options_.state);
+    const Json state = Json::parse(file, nullptr, /*allow_exceptions=*/false);
+    try {
+      if (state.is_discarded() || state.at("key").get<std::string>() != StateKey()) return;
+      std::vector<Scores> scores(candidates_.size());
+      for (size_t c = 0; c < scores.size(); ++c) {
+        const Json& row = state.at("rows").at(c);
+        scores[c] = {row.at("nll"), row.at("kld"), row.at("same_top"), row.at("window_kld"), row.at("bits_all_in")};
+      }
+      floor_ = state.at("floor").get<std::vector<double>>();
+      done_ = std::min(state.at("windows").get<int64_t>(), n_windows_);
+      scores_ = std::move(scores);
+    } catch (const Json::exception&) {
+      done_ = 0;  // not a state of ours: measure again
+    }
+  }
+
+  Status WriteState(int64_t windows) const {
+    if (options_.state.empty()) return OkStatus();
+    Json state{{"key", StateKey()}, {"windows", windows}, {"floor", floor_}, {"rows", Json::array()}};
+    for (const Scores& s : scores_) {
+      state["rows"].push_back({{"nll", s.nll}, {"kld", s.kld}, {"same_top", s.same_top}, {"window_kld", s.window_kld},
+                               {"bits_all_in", s.bits_all_in}});
+    }
+    const std::string temporary = options_.state + ".tmp";
+    std::ofstream(temporary) << state;
+    std::error_code error;
+    std::filesystem::rename(temporary, options_.state, error);
+    if (error) return Status(StatusCode::kIoError, fmt::format("can't write {}: {}", options_.state, error.message()));
+    return OkStatus();
+  }
+
+  static double Mean(const std::vector<double>& values) {
+    return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
+  }
+
+  static double Quantile(std::vector<double> values, double q) {
+    const auto at = values.begin() + static_cast<std::ptrdiff_t>(q * static_cast<double>(values.size() - 1));
+    std::nth_element(values.begin(), at, values.end());
+    return *at;
+  }
+
+  QualityResult Summary() const {
+    QualityResult result;
+    result.context = options_.context;
+    result.windows = n_windows_;
+    result.positions = static_cast<int64_t>(scores_[0].kld.size());
+    if (options_.peer) result.floor_kld = Mean(floor_);
+    for (size_t c = 0; c < candidates_.size(); ++c) {
+      const Scores& s = scores_[c];
+      QualityRow row;
+      row.engine = candidates_[c]->engine;
+      row.codec = candidates_[c]->codec;
+      row.bits = candidates_[c]->bits;
+      row.bits_all_in = s.bits_all_in;
+      row.ppl = std::exp(Mean(s.nll));
+      row.kld_mean = Mean(s.kld);
+      double variance = 0;
+      const double mean = Mean(s.window_kld);
+      for (const double x : s.window_kld) variance += (x - mean) * (x - mean);
+      const auto n = static_cast<double>(s.window_kld.size());
+      row.kld_se = n > 1 ? std::sqrt(variance / (n - 1) / n) : 0.0;
+      row.kld_median = Quantile(s.kld, 0.5);
+      row.kld_p999 = Quantile(s.kld, 0.999);
+      row.top1 = static_cast<double>(std::count(s.same_top.begin(), s.same_top.end(), 1)) / static_cast<double>(s.same_top.size());
+      result.rows.push_back(row);
+    }
+    return result;
+  }
+
+  const QualityOptions& options_;
+  std::string path_;
+  std::unique_ptr<Model> model_;
+  std::vector<Token> tokens_;
+  int64_t n_windows_ = 0, done_ = 0;
+  std::vector<std::unique_ptr<Candidate>> candidates_;
+  size_t peer_f16_ = 0;
+  std::vector<Scores> scores_;
+  std::vector<double> floor_;
+};
+
+}  // namespace
+
+Result<QualityResult> MeasureQuality(const QualityOptions& options) { return Run::Measure(options); }
+
+}  // namespace kvcell
