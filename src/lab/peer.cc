@@ -1,11 +1,12 @@
 // The adapter to libllama's model and context.
 #include "lab/peer.h"
 
+#include <fmt/format.h>
+#include <llama.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <exception>
-#include <fmt/format.h>
-#include <llama.h>
 #include <optional>
 #include <thread>
 
@@ -53,7 +54,8 @@ class RotationOff {
 
 llama_context_params ContextParams(const PeerOptions& options) {
   llama_context_params params = llama_context_default_params();
-  const int n_threads = options.n_threads > 0 ? options.n_threads : static_cast<int>(std::thread::hardware_concurrency());
+  const int n_threads =
+      options.n_threads > 0 ? options.n_threads : static_cast<int>(std::thread::hardware_concurrency());
   params.n_ctx = static_cast<uint32_t>(options.context);
   params.n_batch = static_cast<uint32_t>(options.n_ubatch);
   params.n_ubatch = static_cast<uint32_t>(options.n_ubatch);
@@ -87,7 +89,8 @@ class LlamaPeer final : public Peer {
   Status Decode(std::span<const Token> tokens, bool all_logits, std::vector<float>* logits) override {
     if (length_ + static_cast<int64_t>(tokens.size()) > limit_)
       return {StatusCode::kInvalidArgument,
-              fmt::format("{} tokens do not fit into the peer's context of {}; load it with a larger one", tokens.size(), limit_)};
+              fmt::format("{} tokens do not fit into the peer's context of {}; load it with a larger one",
+                          tokens.size(), limit_)};
     if (logits != nullptr) logits->clear();
     for (size_t done = 0; done < tokens.size();) {
       const size_t n = std::min(tokens.size() - done, static_cast<size_t>(n_batch_));
@@ -141,7 +144,8 @@ class LlamaPeer final : public Peer {
 
 Result<std::unique_ptr<Peer>> Peer::Load(const std::string& path, const PeerOptions& options) {
   if (options.n_ubatch < 1 || options.context < 1 || options.context > (int64_t{1} << 30))
-    return Fail(StatusCode::kInvalidArgument, "the peer's batch and context must be positive and its context below 2^30");
+    return Fail(StatusCode::kInvalidArgument,
+                "the peer's batch and context must be positive and its context below 2^30");
   SilenceLlama();
   TakeLlamaError();
   try {
@@ -153,7 +157,8 @@ Result<std::unique_ptr<Peer>> Peer::Load(const std::string& path, const PeerOpti
     llama_context* context = llama_init_from_model(model, ContextParams(options));
     if (context == nullptr) {
       llama_model_free(model);
-      return Fail(StatusCode::kUnsupported, fmt::format("{}: libllama can't make such a context ({})", path, TakeLlamaError()));
+      return Fail(StatusCode::kUnsupported,
+                  fmt::format("{}: libllama can't make such a context ({})", path, TakeLlamaError()));
     }
     return std::make_unique<LlamaPeer>(model, context, options);
   } catch (const std::exception& e) {

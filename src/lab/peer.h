@@ -19,8 +19,8 @@ struct PeerOptions {
   PeerKvType type_v = PeerKvType::kF16;  // a quantized V needs flash_attention
   bool flash_attention = false;
   // This version of libllama rotates quantized K and V (Hadamard along the head) unless the environment variable
-  // LLAMA_ATTN_ROT_DISABLE is 1 while a context is made; there is no parameter for it. False sets it for that moment, so
-  // peers must not be made on several threads at once.
+  // LLAMA_ATTN_ROT_DISABLE is 1 while a context is made; there is no parameter for it. False sets it for that moment,
+  // so peers must not be made on several threads at once.
   bool rotate_quantized = true;
   int32_t n_threads = 0;   // 0: as many as there are processors
   int32_t n_ubatch = 512;  // rows per graph

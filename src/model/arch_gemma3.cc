@@ -1,8 +1,8 @@
 // Gemma 3: norms before and after attention and feed-forward, five sliding-window layers to each global one, GeGLU.
+#include <fmt/format.h>
+
 #include <cmath>
 #include <vector>
-
-#include <fmt/format.h>
 
 #include "model/architecture.h"
 
@@ -80,7 +80,8 @@ Status ReadGemma3Hparams(const GgufHeader& header, Hparams* h) {
   const GgufValue* value = header.Find(kPattern);
   if (value != nullptr && value->type == GgufType::kArray)
     return {StatusCode::kUnsupported,
-            fmt::format("{}: {} is a list, where kvcell takes a number; choose another model file", header.path(), kPattern)};
+            fmt::format("{}: {} is a list, where kvcell takes a number; choose another model file", header.path(),
+                        kPattern)};
   KVCELL_RETURN_IF_ERROR(header.Int(kPattern, 0, 1 << 20, GgufNeed::kOptional, &pattern));
   for (int i = 0; i < h->n_layers; ++i) {
     LayerGeometry& layer = h->geometry[static_cast<size_t>(i)];
@@ -91,6 +92,8 @@ Status ReadGemma3Hparams(const GgufHeader& header, Hparams* h) {
   return OkStatus();
 }
 
-std::unique_ptr<Architecture> MakeGemma3(const Hparams& h, Weights* weights) { return std::make_unique<Gemma3>(h, weights); }
+std::unique_ptr<Architecture> MakeGemma3(const Hparams& h, Weights* weights) {
+  return std::make_unique<Gemma3>(h, weights);
+}
 
 }  // namespace kvcell

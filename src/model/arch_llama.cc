@@ -33,8 +33,8 @@ class Llama final : public Architecture {
     for (int i = 0; i < h_.n_layers; ++i) {
       const Layer& layer = layers_[static_cast<size_t>(i)];
       // Files of this architecture have the rows of Q and K permuted, so that RoPE turns neighbouring pairs.
-      ggml_tensor* a = g->Attention(i, layer.attention, g->RmsNorm(x, layer.attention_norm), GGML_ROPE_TYPE_NORMAL, h_.rope,
-                                    rope_factors_);
+      ggml_tensor* a = g->Attention(i, layer.attention, g->RmsNorm(x, layer.attention_norm), GGML_ROPE_TYPE_NORMAL,
+                                    h_.rope, rope_factors_);
       if (g->EndsAfter(i)) return a;
       x = g->Add(g->Linear(layer.attention.out, g->OnlyWanted(i, a)), g->OnlyWanted(i, x));
       x = g->Add(g->SwiGlu(layer.feed_forward, g->RmsNorm(x, layer.feed_forward_norm)), x);
@@ -53,6 +53,8 @@ class Llama final : public Architecture {
 
 }  // namespace
 
-std::unique_ptr<Architecture> MakeLlama(const Hparams& h, Weights* weights) { return std::make_unique<Llama>(h, weights); }
+std::unique_ptr<Architecture> MakeLlama(const Hparams& h, Weights* weights) {
+  return std::make_unique<Llama>(h, weights);
+}
 
 }  // namespace kvcell

@@ -51,6 +51,8 @@ class Qwen2 final : public Architecture {
 
 }  // namespace
 
-std::unique_ptr<Architecture> MakeQwen2(const Hparams& h, Weights* weights) { return std::make_unique<Qwen2>(h, weights); }
+std::unique_ptr<Architecture> MakeQwen2(const Hparams& h, Weights* weights) {
+  return std::make_unique<Qwen2>(h, weights);
+}
 
 }  // namespace kvcell

@@ -53,6 +53,8 @@ class Qwen3 final : public Architecture {
 
 }  // namespace
 
-std::unique_ptr<Architecture> MakeQwen3(const Hparams& h, Weights* weights) { return std::make_unique<Qwen3>(h, weights); }
+std::unique_ptr<Architecture> MakeQwen3(const Hparams& h, Weights* weights) {
+  return std::make_unique<Qwen3>(h, weights);
+}
 
 }  // namespace kvcell

@@ -1,8 +1,9 @@
 // The list of architectures that kvcell has.
 #include "model/architecture.h"
 
-#include <array>
 #include <fmt/format.h>
+
+#include <array>
 
 namespace kvcell {
 namespace {
@@ -32,14 +33,16 @@ Result<Hparams> ReadHparams(const GgufHeader& header) {
   KVCELL_FAIL_IF_ERROR(header.String("general.architecture", GgufNeed::kRequired, &name));
   const Entry* entry = FindArchitecture(name);
   if (entry == nullptr)
-    return Fail(StatusCode::kUnsupported,
-                fmt::format("{}: architecture `{}`, where kvcell has llama, qwen2, qwen3 and gemma3; choose another model",
-                            header.path(), name.substr(0, 40)));
+    return Fail(
+        StatusCode::kUnsupported,
+        fmt::format("{}: architecture `{}`, where kvcell has llama, qwen2, qwen3 and gemma3; choose another model",
+                    header.path(), name.substr(0, 40)));
   int64_t splits = 1;
   KVCELL_FAIL_IF_ERROR(header.Int("split.count", 0, 1 << 16, GgufNeed::kOptional, &splits));
   if (splits > 1)
     return Fail(StatusCode::kUnsupported,
-                fmt::format("{}: one of {} parts of a model; join them first (llama-gguf-split --merge)", header.path(), splits));
+                fmt::format("{}: one of {} parts of a model; join them first (llama-gguf-split --merge)", header.path(),
+                            splits));
   Result<Hparams> h = ReadCommonHparams(header, name);
   if (h && entry->read != nullptr) KVCELL_FAIL_IF_ERROR(entry->read(header, &*h));
   return h;

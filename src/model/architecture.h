@@ -1,10 +1,10 @@
 // What a model architecture is to the rest of the layer: its numbers, its weights, its graph.
 #pragma once
 
+#include <ggml.h>
+
 #include <memory>
 #include <string>
-
-#include <ggml.h>
 
 #include "model/graph.h"
 #include "model/hparams.h"

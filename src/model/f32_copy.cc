@@ -1,11 +1,12 @@
 // Copies a GGUF file with every tensor turned to f32.
+#include <fmt/format.h>
+#include <ggml.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <array>
 #include <cerrno>
 #include <cstdio>
-#include <fmt/format.h>
-#include <ggml.h>
-#include <unistd.h>
 #include <utility>
 #include <vector>
 
@@ -23,7 +24,9 @@ constexpr int64_t kElementsAtOnce = int64_t{1} << 20;
 class Output {
  public:
   explicit Output(const std::string& path)
-      : path_(path), temporary_(fmt::format("{}.{}.tmp", path, getpid())), file_(std::fopen(temporary_.c_str(), "wbx")) {}
+      : path_(path),
+        temporary_(fmt::format("{}.{}.tmp", path, getpid())),
+        file_(std::fopen(temporary_.c_str(), "wbx")) {}
   ~Output() {
     if (file_ != nullptr) std::fclose(file_);
     if (!finished_) std::remove(temporary_.c_str());
@@ -115,8 +118,9 @@ Status WriteF32Copy(const std::string& from, const std::string& to) {
   if (!header) return header.error();
   for (const GgufTensor& tensor : header->tensors()) {
     if (tensor.type != GGML_TYPE_F32 && ggml_get_type_traits(tensor.type)->to_float == nullptr)
-      return {StatusCode::kUnsupported, fmt::format("{}: tensor {} has type {}, which ggml can't turn to f32; choose another model",
-                                                    from, tensor.name, ggml_type_name(tensor.type))};
+      return {StatusCode::kUnsupported,
+              fmt::format("{}: tensor {} has type {}, which ggml can't turn to f32; choose another model", from,
+                          tensor.name, ggml_type_name(tensor.type))};
   }
   Output out(to);
   if (!out.is_open()) return out.Error();

@@ -1,10 +1,11 @@
 // The checked reader of GGUF headers: lengths are compared with the bytes that are left before anything is allocated.
 #include "model/gguf_check.h"
 
+#include <fmt/format.h>
+
 #include <bit>
 #include <cmath>
 #include <cstring>
-#include <fmt/format.h>
 #include <limits>
 #include <optional>
 #include <utility>
@@ -12,8 +13,8 @@
 namespace kvcell {
 namespace {
 
-constexpr uint64_t kMaxKeyBytes = 65535;       // the format's own limit
-constexpr uint32_t kMinAlignment = 8;          // the format's own
+constexpr uint64_t kMaxKeyBytes = 65535;  // the format's own limit
+constexpr uint32_t kMinAlignment = 8;     // the format's own
 constexpr uint32_t kMaxAlignment = 1u << 16;
 constexpr int64_t kMaxDimension = int64_t{1} << 40;
 
@@ -129,10 +130,12 @@ class GgufReader {
     at_ = 4;
     uint32_t version = 0;
     KVCELL_RETURN_IF_ERROR(Number("the version", &version));
-    if (version != 0 && (version & 0xffffu) == 0) return Bad("wrong byte order (it was written for a big-endian machine)");
+    if (version != 0 && (version & 0xffffu) == 0)
+      return Bad("wrong byte order (it was written for a big-endian machine)");
     if (version != 2 && version != 3)
-      return {StatusCode::kUnsupported, fmt::format("{}: GGUF version {}, where kvcell reads 2 and 3; convert the model again",
-                                                    header_.path_, version)};
+      return {StatusCode::kUnsupported,
+              fmt::format("{}: GGUF version {}, where kvcell reads 2 and 3; convert the model again", header_.path_,
+                          version)};
     KVCELL_RETURN_IF_ERROR(Number("the number of tensors", n_tensors));
     KVCELL_RETURN_IF_ERROR(Number("the number of keys", n_keys));
     // The smallest entry of each kind takes this many bytes: a count that can't fit is refused before it is used.
@@ -145,13 +148,15 @@ class GgufReader {
     const size_t begin = at_;
     std::string_view key;
     KVCELL_RETURN_IF_ERROR(Text(fmt::format("key {}", index), kMaxKeyBytes, &key));
-    if (key.empty() || key.find('\0') != std::string_view::npos) return Bad(fmt::format("key {} is empty or has a NUL", index));
+    if (key.empty() || key.find('\0') != std::string_view::npos)
+      return Bad(fmt::format("key {} is empty or has a NUL", index));
     const std::string name = Printable(key);
     GgufValue value;
     KVCELL_RETURN_IF_ERROR(Type(name, &value.type));
     if (value.type == GgufType::kArray) {
       KVCELL_RETURN_IF_ERROR(Type(name, &value.element));
-      if (value.element == GgufType::kArray) return Bad(fmt::format("{} is an array of arrays, which no model has", name));
+      if (value.element == GgufType::kArray)
+        return Bad(fmt::format("{} is an array of arrays, which no model has", name));
       KVCELL_RETURN_IF_ERROR(Number(name, &value.count));
     } else {
       value.element = value.type;
@@ -168,7 +173,8 @@ class GgufReader {
   Status Type(const std::string& key, GgufType* out) {
     uint32_t type = 0;
     KVCELL_RETURN_IF_ERROR(Number(key, &type));
-    if (type > static_cast<uint32_t>(GgufType::kFloat64)) return Bad(fmt::format("{} has the unknown value type {}", key, type));
+    if (type > static_cast<uint32_t>(GgufType::kFloat64))
+      return Bad(fmt::format("{} has the unknown value type {}", key, type));
     *out = static_cast<GgufType>(type);
     return OkStatus();
   }
@@ -200,7 +206,8 @@ class GgufReader {
     if (value->type != GgufType::kUint32) return Bad("general.alignment is not a 32-bit unsigned number");
     const auto alignment = Load<uint32_t>(value->data.data());
     if (!std::has_single_bit(alignment) || alignment < kMinAlignment || alignment > kMaxAlignment)
-      return Bad(fmt::format("general.alignment is {}, not a power of two in {}..{}", alignment, kMinAlignment, kMaxAlignment));
+      return Bad(fmt::format("general.alignment is {}, not a power of two in {}..{}", alignment, kMinAlignment,
+                             kMaxAlignment));
     header_.alignment_ = alignment;
     return OkStatus();
   }
@@ -227,7 +234,8 @@ class GgufReader {
   Status Shape(GgufTensor* tensor) {
     uint32_t n_dims = 0;
     KVCELL_RETURN_IF_ERROR(Number(tensor->name, &n_dims));
-    if (n_dims < 1 || n_dims > 4) return Bad(fmt::format("tensor {} has {} dimensions, not 1 to 4", tensor->name, n_dims));
+    if (n_dims < 1 || n_dims > 4)
+      return Bad(fmt::format("tensor {} has {} dimensions, not 1 to 4", tensor->name, n_dims));
     tensor->n_dims = static_cast<int>(n_dims);
     int64_t elements = 1;
     for (uint32_t d = 0; d < n_dims; ++d) {
@@ -269,7 +277,8 @@ class GgufReader {
     for (size_t i = 0; i < extents_.size(); ++i) {
       const auto [offset, bytes] = extents_[i];
       GgufTensor& tensor = header_.tensors_[i];
-      if (offset % alignment != 0) return Bad(fmt::format("the data of tensor {} is not aligned to {}", tensor.name, alignment));
+      if (offset % alignment != 0)
+        return Bad(fmt::format("the data of tensor {} is not aligned to {}", tensor.name, alignment));
       if (begin > file_.size() || offset > file_.size() - begin || bytes > file_.size() - begin - offset)
         return Truncated(fmt::format("tensor {}", tensor.name));
       tensor.data = file_.subspan(static_cast<size_t>(begin + offset), static_cast<size_t>(bytes));

@@ -1,10 +1,12 @@
-// Reads the header of a GGUF file without trusting a byte of it, before ggml or libllama touch the file: they may assert.
+// Reads the header of a GGUF file without trusting a byte of it, before ggml or libllama touch the file: they may
+// assert.
 #pragma once
+
+#include <ggml.h>
 
 #include <array>
 #include <cstddef>
 #include <cstdint>
-#include <ggml.h>
 #include <span>
 #include <string>
 #include <string_view>
@@ -52,12 +54,12 @@ struct GgufTensor {
 
 enum class GgufNeed { kOptional, kRequired };
 
-// A header that passed all checks: every span lies inside the file, every name is there once, every tensor's data is aligned
-// and whole. Keeps pointers into the bytes it was read from; thread-safe.
+// A header that passed all checks: every span lies inside the file, every name is there once, every tensor's data is
+// aligned and whole. Keeps pointers into the bytes it was read from; thread-safe.
 class GgufHeader {
  public:
-  // kCorruption naming the field (also `wrong byte order`), kUnsupported for a version or a tensor type that kvcell has not.
-  // O(size of the header); allocates only what the bytes present can fill.
+  // kCorruption naming the field (also `wrong byte order`), kUnsupported for a version or a tensor type that kvcell has
+  // not. O(size of the header); allocates only what the bytes present can fill.
   static Result<GgufHeader> Read(std::span<const std::byte> file, const std::string& path);
 
   const std::string& path() const { return path_; }
@@ -68,7 +70,8 @@ class GgufHeader {
   const std::vector<std::string>& keys() const { return keys_; }
   const GgufValue* Find(std::string_view key) const;
 
-  // Typed reads. An absent optional key leaves `out` as it is; a wrong type or a value outside [low, high] is kCorruption.
+  // Typed reads. An absent optional key leaves `out` as it is; a wrong type or a value outside [low, high] is
+  // kCorruption.
   Status Int(std::string_view key, int64_t low, int64_t high, GgufNeed need, int64_t* out) const;
   Status Float(std::string_view key, float low, float high, GgufNeed need, float* out) const;
   Status String(std::string_view key, GgufNeed need, std::string* out) const;

@@ -1,14 +1,15 @@
 // Graph nodes shared by the architectures, and the custom node that hands attention to the cache.
 #include "model/graph.h"
 
-#include <array>
 #include <fmt/format.h>
+
+#include <array>
 
 namespace kvcell {
 namespace {
 
-// Runs on all of ggml's threads at once: GGML_N_TASKS_MAX gives nth = the graph's threads, each of which calls this with its
-// own ith and then waits at the node's barrier, so that Compute's parts may meet at a barrier of their own.
+// Runs on all of ggml's threads at once: GGML_N_TASKS_MAX gives nth = the graph's threads, each of which calls this
+// with its own ith and then waits at the node's barrier, so that Compute's parts may meet at a barrier of their own.
 void AttentionNode(ggml_tensor* dst, int ith, int nth, void* userdata) noexcept {
   const auto* hook = static_cast<const AttentionHook*>(userdata);
   const auto* q = static_cast<const float*>(dst->src[0]->data);
@@ -26,7 +27,8 @@ namespace {
 Projection TakeProjection(Weights* weights, int layer, std::string_view name, int64_t in, int64_t out, Biases biases) {
   Projection p;
   p.weight = weights->Matrix(LayerName(layer, fmt::format("{}.weight", name)), in, out);
-  if (biases == Biases::kOptional) p.bias = weights->OptionalVector(LayerName(layer, fmt::format("{}.bias", name)), out);
+  if (biases == Biases::kOptional)
+    p.bias = weights->OptionalVector(LayerName(layer, fmt::format("{}.bias", name)), out);
   return p;
 }
 
@@ -88,8 +90,8 @@ ggml_tensor* GraphBuilder::Heads(ggml_tensor* x, int n_heads) {
 
 ggml_tensor* GraphBuilder::Rope(ggml_tensor* x, int mode, const RopeParameters& rope, ggml_tensor* factors) {
   // The YaRN arguments (original context, extension factor, betas) do nothing at an extension factor of 0.
-  return ggml_rope_ext(context_, x, positions_, factors, h_.head_dim, mode, 0, rope.base, rope.scale, 0.0f, rope.magnitude,
-                       32.0f, 1.0f);
+  return ggml_rope_ext(context_, x, positions_, factors, h_.head_dim, mode, 0, rope.base, rope.scale, 0.0f,
+                       rope.magnitude, 32.0f, 1.0f);
 }
 
 ggml_tensor* GraphBuilder::Attention(int layer, const AttentionWeights& w, ggml_tensor* x, int mode,
@@ -103,8 +105,8 @@ ggml_tensor* GraphBuilder::Attention(int layer, const AttentionWeights& w, ggml_
   q = Rope(q, mode, rope, rope_factors);
   k = Rope(k, mode, rope, rope_factors);
   std::array<ggml_tensor*, 3> args{q, k, v};
-  ggml_tensor* out = ggml_custom_4d(context_, GGML_TYPE_F32, int64_t{g.n_heads} * h_.head_dim, n_rows_, 1, 1, args.data(),
-                                    static_cast<int>(args.size()), AttentionNode, GGML_N_TASKS_MAX,
+  ggml_tensor* out = ggml_custom_4d(context_, GGML_TYPE_F32, int64_t{g.n_heads} * h_.head_dim, n_rows_, 1, 1,
+                                    args.data(), static_cast<int>(args.size()), AttentionNode, GGML_N_TASKS_MAX,
                                     &hooks_[static_cast<size_t>(layer)]);
   return out;
 }

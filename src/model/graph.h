@@ -1,11 +1,11 @@
 // The words in which an architecture is written down: each call adds nodes to the ggml graph of one step.
 #pragma once
 
+#include <ggml.h>
+
 #include <cstdint>
 #include <span>
 #include <string>
-
-#include <ggml.h>
 
 #include "kvcell/cache.h"
 #include "model/hparams.h"
@@ -41,19 +41,20 @@ FeedForwardWeights TakeFeedForward(Weights* weights, const Hparams& h, int layer
 // output.weight, or the embedding where the file ties them.
 ggml_tensor* TakeOutput(Weights* weights, const Hparams& h, ggml_tensor* embedding);
 
-// Builds one step of n_rows tokens of which n_wanted want logits. Activations are [n_embd, n_rows] in ggml's order, which is
-// [n_rows, n_embd] in the order of the rest of kvcell.
+// Builds one step of n_rows tokens of which n_wanted want logits. Activations are [n_embd, n_rows] in ggml's order,
+// which is [n_rows, n_embd] in the order of the rest of kvcell.
 class GraphBuilder {
  public:
   // `hooks` [n_layers] must outlive the graph.
-  GraphBuilder(ggml_context* context, const Hparams& h, std::span<AttentionHook> hooks, int64_t n_rows, int64_t n_wanted);
+  GraphBuilder(ggml_context* context, const Hparams& h, std::span<AttentionHook> hooks, int64_t n_rows,
+               int64_t n_wanted);
 
   // Rows of the embedding matrix for the step's tokens.
   ggml_tensor* Embed(ggml_tensor* embedding);
   ggml_tensor* RmsNorm(ggml_tensor* x, ggml_tensor* weight);
   ggml_tensor* Linear(const Projection& p, ggml_tensor* x);
-  // Self-attention of layer `layer` up to and without the output projection: q, k, v from x (already normed), norms of q and k
-  // where the model has them, RoPE (`mode` is ggml's), the cache's attention. [n_heads * head_dim, n_rows]
+  // Self-attention of layer `layer` up to and without the output projection: q, k, v from x (already normed), norms of
+  // q and k where the model has them, RoPE (`mode` is ggml's), the cache's attention. [n_heads * head_dim, n_rows]
   ggml_tensor* Attention(int layer, const AttentionWeights& w, ggml_tensor* x, int mode, const RopeParameters& rope,
                          ggml_tensor* rope_factors = nullptr);
   // down(silu(gate(x)) * up(x)); GeGlu: the same with gelu.
@@ -63,7 +64,8 @@ class GraphBuilder {
   ggml_tensor* Scale(ggml_tensor* x, float factor);
   ggml_tensor* SoftCap(ggml_tensor* x, float cap);
 
-  // After the last layer's attention only rows whose logits are wanted go on; where there are none, the graph ends there.
+  // After the last layer's attention only rows whose logits are wanted go on; where there are none, the graph ends
+  // there.
   bool EndsAfter(int layer) const { return n_wanted_ == 0 && layer == h_.n_layers - 1; }
   ggml_tensor* OnlyWanted(int layer, ggml_tensor* x);
 

@@ -1,8 +1,9 @@
 // Reads and bounds the numbers that define a model: what passes here can't make ggml assert later.
 #include "model/hparams.h"
 
-#include <cmath>
 #include <fmt/format.h>
+
+#include <cmath>
 
 namespace kvcell {
 namespace {
@@ -31,7 +32,8 @@ class Keys {
   Status Float(std::string_view key, float low, float high, GgufNeed need, float* out) const {
     return header_.Float(Name(key), low, high, need, out);
   }
-  Status PerLayer(std::string_view key, int64_t n_layers, int64_t high, GgufNeed need, std::vector<int32_t>* out) const {
+  Status PerLayer(std::string_view key, int64_t n_layers, int64_t high, GgufNeed need,
+                  std::vector<int32_t>* out) const {
     return header_.IntPerLayer(Name(key), n_layers, 1, high, need, out);
   }
   std::string Name(std::string_view key) const { return prefix_ + std::string(key); }
@@ -67,7 +69,8 @@ Status ReadHeads(const GgufHeader& header, const Keys& keys, Hparams* h) {
   std::vector<int32_t> heads;
   KVCELL_RETURN_IF_ERROR(keys.PerLayer("attention.head_count", h->n_layers, kMaxHeads, GgufNeed::kRequired, &heads));
   std::vector<int32_t> kv_heads = heads;
-  KVCELL_RETURN_IF_ERROR(keys.PerLayer("attention.head_count_kv", h->n_layers, kMaxHeads, GgufNeed::kOptional, &kv_heads));
+  KVCELL_RETURN_IF_ERROR(
+      keys.PerLayer("attention.head_count_kv", h->n_layers, kMaxHeads, GgufNeed::kOptional, &kv_heads));
 
   if (header.Find(keys.Name("attention.key_length")) == nullptr && h->n_embd % heads[0] != 0)
     return header.Bad(fmt::format("{} is {}, not a multiple of {} = {}", keys.Name("embedding_length"), h->n_embd,
@@ -78,15 +81,20 @@ Status ReadHeads(const GgufHeader& header, const Keys& keys, Hparams* h) {
   KVCELL_RETURN_IF_ERROR(keys.Int("attention.value_length", 1, kMaxHeadDim, GgufNeed::kOptional, &dv));
   if (dk < 1 || dk > kMaxHeadDim || dk % 2 != 0)
     return header.Bad(fmt::format("heads of {} dimensions are not an even number in 2..{}", dk, kMaxHeadDim));
-  if (dv != dk) return Unsupported(header, fmt::format("keys have {} dimensions and values {}, which kvcell has not for this architecture", dk, dv));
+  if (dv != dk)
+    return Unsupported(
+        header,
+        fmt::format("keys have {} dimensions and values {}, which kvcell has not for this architecture", dk, dv));
   int32_t rotated = dk;
   KVCELL_RETURN_IF_ERROR(keys.Int("rope.dimension_count", 1, kMaxHeadDim, GgufNeed::kOptional, &rotated));
-  if (rotated != dk) return Unsupported(header, fmt::format("RoPE turns {} of {} dimensions, where kvcell turns all", rotated, dk));
+  if (rotated != dk)
+    return Unsupported(header, fmt::format("RoPE turns {} of {} dimensions, where kvcell turns all", rotated, dk));
   h->head_dim = dk;
 
   for (size_t i = 0; i < heads.size(); ++i) {
     if (heads[i] % kv_heads[i] != 0)
-      return header.Bad(fmt::format("layer {} has {} query heads, not a multiple of its {} KV heads", i, heads[i], kv_heads[i]));
+      return header.Bad(
+          fmt::format("layer {} has {} query heads, not a multiple of its {} KV heads", i, heads[i], kv_heads[i]));
     LayerGeometry layer;
     layer.n_heads = heads[i];
     layer.n_kv_heads = kv_heads[i];
@@ -103,7 +111,8 @@ Status ReadRope(const GgufHeader& header, const Keys& keys, Hparams* h) {
   std::string kind = "linear";  // with the factor 1 that is plain RoPE
   KVCELL_RETURN_IF_ERROR(header.String(keys.Name("rope.scaling.type"), GgufNeed::kOptional, &kind));
   if (kind != "linear" && kind != "none" && kind != "llama3")
-    return Unsupported(header, fmt::format("RoPE scaling `{}`, where kvcell has plain, linear and llama3", kind.substr(0, 40)));
+    return Unsupported(header,
+                       fmt::format("RoPE scaling `{}`, where kvcell has plain, linear and llama3", kind.substr(0, 40)));
   if (kind == "llama3" && header.FindTensor("rope_freqs.weight") == nullptr)
     return header.Bad("RoPE scaling is llama3, but tensor rope_freqs.weight is missing");
   float factor = 0.0f;
@@ -112,7 +121,8 @@ Status ReadRope(const GgufHeader& header, const Keys& keys, Hparams* h) {
   if (kind == "linear" && factor > 0.0f) h->rope.scale = 1.0f / factor;
   KVCELL_RETURN_IF_ERROR(keys.Float("rope.scaling.attn_factor", 1e-3f, 1e3f, GgufNeed::kOptional, &h->rope.magnitude));
   h->rope_local.magnitude = h->rope.magnitude;
-  if (!std::isfinite(h->rope.scale)) return header.Bad(fmt::format("{} is too small", keys.Name("rope.scaling.factor")));
+  if (!std::isfinite(h->rope.scale))
+    return header.Bad(fmt::format("{} is too small", keys.Name("rope.scaling.factor")));
   return OkStatus();
 }
 

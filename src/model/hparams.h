@@ -11,8 +11,8 @@
 
 namespace kvcell {
 
-// One rotary position embedding. Frequencies are base^(-2i/dims) * scale, divided by `rope_freqs.weight` where a file has it
-// (Llama 3's scaling).
+// One rotary position embedding. Frequencies are base^(-2i/dims) * scale, divided by `rope_freqs.weight` where a file
+// has it (Llama 3's scaling).
 struct RopeParameters {
   float base = 10000.0f;
   float scale = 1.0f;      // 1 / the linear scaling factor
@@ -27,15 +27,16 @@ struct Hparams {
   std::vector<int32_t> n_ff;  // [n_layers]
   int64_t context_train = 0;
   float rms_epsilon = 0;
-  int32_t head_dim = 0;       // of queries, keys and values, all of it rotated
+  int32_t head_dim = 0;  // of queries, keys and values, all of it rotated
   RopeParameters rope;
   RopeParameters rope_local;  // of sliding-window layers
   float final_softcap = 0;    // > 0: logits become softcap * tanh(logit / softcap)
   Geometry geometry;          // [n_layers]
 };
 
-// What all architectures share. kCorruption naming the key, kUnsupported (experts, partial rotation, RoPE kinds other than
-// plain, linear and llama3). The scale of attention is 1/sqrt(head_dim) and no layer has a window; an architecture changes that.
+// What all architectures share. kCorruption naming the key, kUnsupported (experts, partial rotation, RoPE kinds other
+// than plain, linear and llama3). The scale of attention is 1/sqrt(head_dim) and no layer has a window; an architecture
+// changes that.
 Result<Hparams> ReadCommonHparams(const GgufHeader& header, const std::string& architecture);
 
 }  // namespace kvcell

@@ -1,11 +1,12 @@
 // The Model that callers get: facts, identity, tokenizer and the step that runs a batch through the graph.
 #include "model/model.h"
 
-#include <algorithm>
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <map>
 #include <sched.h>
+
+#include <algorithm>
+#include <map>
 #include <thread>
 
 #include "base/checksum.h"
@@ -80,13 +81,16 @@ ModelFacts Facts(const GgufHeader& header, const Hparams& h, uint64_t file_bytes
 std::string TokenizerDigest(const GgufHeader& header) {
   Checksum128Stream digest;
   for (const std::string& key : header.keys())
-    if (key.starts_with("tokenizer.") && !key.starts_with("tokenizer.chat_template")) digest.Update(header.Find(key)->entry);
+    if (key.starts_with("tokenizer.") && !key.starts_with("tokenizer.chat_template"))
+      digest.Update(header.Find(key)->entry);
   return Hex(digest.Digest());
 }
 
 std::string RopeText(const GgufHeader& header, const Hparams& h) {
-  std::string text = fmt::format("dims={} base={} scale={} magnitude={}", h.head_dim, h.rope.base, h.rope.scale, h.rope.magnitude);
-  const bool windows = std::any_of(h.geometry.begin(), h.geometry.end(), [](const auto& layer) { return layer.window > 0; });
+  std::string text =
+      fmt::format("dims={} base={} scale={} magnitude={}", h.head_dim, h.rope.base, h.rope.scale, h.rope.magnitude);
+  const bool windows =
+      std::any_of(h.geometry.begin(), h.geometry.end(), [](const auto& layer) { return layer.window > 0; });
   if (windows) text += fmt::format(" local_base={} local_scale={}", h.rope_local.base, h.rope_local.scale);
   if (const GgufTensor* factors = header.FindTensor("rope_freqs.weight"); factors != nullptr)
     text += fmt::format(" factors={}", Hex(Checksum128(factors->data)));
@@ -110,10 +114,11 @@ class GgufModel final : public Model {
 
   Status Init(const ModelOptions& options) {
     if (options.n_threads < 0 || options.n_threads > kMaxThreads)
-      return {StatusCode::kInvalidArgument, fmt::format("{} threads; ask for 1 to {}, or 0 for all processors",
-                                                        options.n_threads, kMaxThreads)};
+      return {StatusCode::kInvalidArgument,
+              fmt::format("{} threads; ask for 1 to {}, or 0 for all processors", options.n_threads, kMaxThreads)};
     if (options.max_batch < 1 || options.max_batch > (1 << 16))
-      return {StatusCode::kInvalidArgument, fmt::format("a batch of {} rows; ask for 1 to {}", options.max_batch, 1 << 16)};
+      return {StatusCode::kInvalidArgument,
+              fmt::format("a batch of {} rows; ask for 1 to {}", options.max_batch, 1 << 16)};
     max_batch_ = options.max_batch;
     architecture_ = MakeArchitecture(h_, &weights_);
     KVCELL_RETURN_IF_ERROR(weights_.Finish());
@@ -189,20 +194,24 @@ class GgufModel final : public Model {
 
   Status CheckSteps(const Cache& cache, std::span<const ModelStep> steps) const {
     if (cache.options().geometry != h_.geometry)
-      return {StatusCode::kInvalidArgument, "the cache was opened for another model's geometry; open it with this model's facts"};
+      return {StatusCode::kInvalidArgument,
+              "the cache was opened for another model's geometry; open it with this model's facts"};
     size_t n_rows = 0;
     for (size_t i = 0; i < steps.size(); ++i) {
       n_rows += steps[i].tokens.size();
-      if (steps[i].tokens.empty()) return {StatusCode::kInvalidArgument, "a step without tokens; leave the sequence out"};
+      if (steps[i].tokens.empty())
+        return {StatusCode::kInvalidArgument, "a step without tokens; leave the sequence out"};
       for (size_t j = 0; j < i; ++j)
         if (steps[i].sequence == steps[j].sequence)
-          return {StatusCode::kInvalidArgument, fmt::format("sequence {} is in one batch twice; join its tokens", steps[i].sequence)};
+          return {StatusCode::kInvalidArgument,
+                  fmt::format("sequence {} is in one batch twice; join its tokens", steps[i].sequence)};
       for (const Token token : steps[i].tokens)
         if (token < 0 || token >= h_.n_vocab)
           return {StatusCode::kInvalidArgument, fmt::format("token {} is none of the model's {}", token, h_.n_vocab)};
     }
     if (n_rows == 0 || n_rows > static_cast<size_t>(max_batch_))
-      return {StatusCode::kInvalidArgument, fmt::format("a batch of {} rows; this model was loaded for 1 to {}", n_rows, max_batch_)};
+      return {StatusCode::kInvalidArgument,
+              fmt::format("a batch of {} rows; this model was loaded for 1 to {}", n_rows, max_batch_)};
     return OkStatus();
   }
 
@@ -212,7 +221,8 @@ class GgufModel final : public Model {
       const int64_t first = cache.Length(step.sequence);
       for (size_t i = 0; i < step.tokens.size(); ++i) {
         const bool last = i + 1 == step.tokens.size();
-        if (step.want_all_logits || (last && step.want_logits)) rows.wanted.push_back(static_cast<int32_t>(rows.tokens.size()));
+        if (step.want_all_logits || (last && step.want_logits))
+          rows.wanted.push_back(static_cast<int32_t>(rows.tokens.size()));
         rows.tokens.push_back(step.tokens[i]);
         rows.positions.push_back(static_cast<int32_t>(first + static_cast<int64_t>(i)));
       }

@@ -32,8 +32,8 @@ struct ModelFacts {
 };
 
 struct ModelOptions {
-  int32_t n_threads = 0;       // 0: as many as there are processors
-  int32_t max_batch = 512;     // most rows per Forward
+  int32_t n_threads = 0;    // 0: as many as there are processors
+  int32_t max_batch = 512;  // most rows per Forward
 };
 
 struct ChatMessage {
@@ -45,15 +45,15 @@ struct ChatMessage {
 struct ModelStep {
   SequenceId sequence = 0;
   std::span<const Token> tokens;
-  bool want_logits = false;       // of the last token
-  bool want_all_logits = false;   // of every token (perplexity); implies want_logits
+  bool want_logits = false;      // of the last token
+  bool want_all_logits = false;  // of every token (perplexity); implies want_logits
 };
 
 // Thread-compatible.
 class Model {
  public:
-  // kNotFound, kPermission, kCorruption (not a GGUF file, truncated, hostile: names the field), kUnsupported (architecture,
-  // tensor type or RoPE kind that kvcell has not: names what it has). Never aborts.
+  // kNotFound, kPermission, kCorruption (not a GGUF file, truncated, hostile: names the field), kUnsupported
+  // (architecture, tensor type or RoPE kind that kvcell has not: names what it has). Never aborts.
   static Result<std::unique_ptr<Model>> Load(const std::string& path, const ModelOptions& options);
   // Reads the header only: facts without loading weights. Same errors.
   static Result<ModelFacts> ReadFacts(const std::string& path);
@@ -73,8 +73,8 @@ class Model {
   // The model's own chat template; kUnsupported where the file has none or libllama does not know it.
   virtual Result<std::string> ApplyChatTemplate(std::span<const ChatMessage> messages, bool add_assistant) const = 0;
 
-  // Runs one step: Begin, one attention node per layer on ggml's threads, Commit. logits gets [n_wanted, n_vocab] in step
-  // order. An error leaves cache and sequences as they were.
+  // Runs one step: Begin, one attention node per layer on ggml's threads, Commit. logits gets [n_wanted, n_vocab] in
+  // step order. An error leaves cache and sequences as they were.
   virtual Status Forward(Cache* cache, std::span<const ModelStep> steps, std::vector<float>* logits) = 0;
 };
 
@@ -86,8 +86,8 @@ struct SamplerOptions {
   uint32_t seed = 0;
 };
 
-// Picks the next token. The random draw at a position depends on seed and position alone, so that a resumed session goes on as
-// the uninterrupted one would.
+// Picks the next token. The random draw at a position depends on seed and position alone, so that a resumed session
+// goes on as the uninterrupted one would.
 class Sampler {
  public:
   explicit Sampler(const SamplerOptions& options) : options_(options) {}
@@ -98,7 +98,8 @@ class Sampler {
   SamplerOptions options_;
 };
 
-// Writes a copy of a GGUF file with every tensor turned to f32 (metadata kept): the yardstick that has no weight rounding.
+// Writes a copy of a GGUF file with every tensor turned to f32 (metadata kept): the yardstick that has no weight
+// rounding.
 Status WriteF32Copy(const std::string& from, const std::string& to);
 
 }  // namespace kvcell

@@ -1,5 +1,7 @@
 // Sampling: greedy, or libllama's sampler chain with a draw that depends on seed and position alone.
 #include <llama.h>
+
+#include <cmath>
 #include <memory>
 
 #include "model/model.h"
@@ -9,8 +11,9 @@ namespace {
 
 Token Greedy(std::span<const float> logits) {
   size_t best = 0;
+  // Ties: the lowest id. NaN loses against any number.
   for (size_t i = 1; i < logits.size(); ++i)
-    if (logits[i] > logits[best] || logits[best] != logits[best]) best = i;  // ties: the lowest id; NaN never wins
+    if (logits[i] > logits[best] || (std::isnan(logits[best]) && !std::isnan(logits[i]))) best = i;
   return static_cast<Token>(best);
 }
 

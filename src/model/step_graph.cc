@@ -1,9 +1,10 @@
 // Building, allocating and running step graphs.
 #include "model/step_graph.h"
 
-#include <algorithm>
 #include <fmt/format.h>
 #include <ggml-backend.h>
+
+#include <algorithm>
 
 namespace kvcell {
 namespace {
@@ -22,8 +23,8 @@ StepRunner::StepRunner(const Hparams& h, const Architecture& architecture, int n
 
 StepRunner::~StepRunner() = default;
 
-Result<std::unique_ptr<StepRunner>> StepRunner::Create(const Hparams& h, const Architecture& architecture, int n_threads,
-                                                       int max_rows) {
+Result<std::unique_ptr<StepRunner>> StepRunner::Create(const Hparams& h, const Architecture& architecture,
+                                                       int n_threads, int max_rows) {
   std::unique_ptr<StepRunner> runner(new StepRunner(h, architecture, n_threads));
   ggml_cpu_init();
   ggml_threadpool_params params = ggml_threadpool_params_default(n_threads);

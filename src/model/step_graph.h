@@ -1,15 +1,15 @@
 // Built ggml graphs, kept by shape: a decode step finds its graph ready and its buffers allocated.
 #pragma once
 
+#include <ggml-alloc.h>
+#include <ggml-cpu.h>
+#include <ggml.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <span>
 #include <vector>
-
-#include <ggml-alloc.h>
-#include <ggml-cpu.h>
-#include <ggml.h>
 
 #include "kvcell/cache.h"
 #include "model/architecture.h"
@@ -43,7 +43,8 @@ struct StepGraph {
 // Runs steps of one model on a pool of threads that lives as long as the runner. Thread-compatible.
 class StepRunner {
  public:
-  // `h` and `architecture` must outlive the runner. Reserves the compute buffer for max_rows rows and one row of logits.
+  // `h` and `architecture` must outlive the runner. Reserves the compute buffer for max_rows rows and one row of
+  // logits.
   static Result<std::unique_ptr<StepRunner>> Create(const Hparams& h, const Architecture& architecture, int n_threads,
                                                     int max_rows);
   ~StepRunner();
@@ -65,12 +66,12 @@ class StepRunner {
   const Hparams& h_;
   const Architecture& architecture_;
   int n_threads_;
-  Cache* cache_ = nullptr;           // of the step that runs
+  Cache* cache_ = nullptr;                    // of the step that runs
   mutable std::vector<AttentionHook> hooks_;  // [n_layers]; graphs point here
   std::unique_ptr<ggml_gallocr, GgmlDeleter<ggml_gallocr_free>> allocator_;
   std::unique_ptr<ggml_threadpool, GgmlDeleter<ggml_threadpool_free>> threads_;
   std::vector<std::unique_ptr<StepGraph>> graphs_;
-  std::vector<uint8_t> work_;        // ggml's scratch, shared by all graphs
+  std::vector<uint8_t> work_;  // ggml's scratch, shared by all graphs
   uint64_t clock_ = 0;
 };
 

@@ -1,16 +1,17 @@
 // The adapter to libllama's vocabulary: checks first, no exceptions or log lines out.
 #include "model/tokenizer.h"
 
+#include <fmt/format.h>
+#include <llama.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
-#include <fmt/format.h>
 #include <limits>
-#include <llama.h>
 #include <mutex>
 #include <string_view>
-#include <sys/mman.h>
-#include <unistd.h>
 #include <unordered_set>
 
 namespace kvcell {
@@ -34,7 +35,8 @@ Status CheckTokens(const GgufHeader& header, int32_t n_vocab, size_t* n_tokens) 
   KVCELL_RETURN_IF_ERROR(header.Strings("tokenizer.ggml.tokens", GgufNeed::kRequired, &tokens));
   if (tokens.empty()) return header.Bad("tokenizer.ggml.tokens is empty");
   if (tokens.size() > static_cast<size_t>(n_vocab))
-    return header.Bad(fmt::format("tokenizer.ggml.tokens has {} tokens, token_embd.weight {} rows", tokens.size(), n_vocab));
+    return header.Bad(
+        fmt::format("tokenizer.ggml.tokens has {} tokens, token_embd.weight {} rows", tokens.size(), n_vocab));
   std::unordered_set<std::string_view> seen;
   seen.reserve(tokens.size());
   for (size_t i = 0; i < tokens.size(); ++i) {
@@ -50,7 +52,8 @@ Status CheckPerToken(const GgufHeader& header, std::string_view key, GgufType el
   const GgufValue* value = header.Find(key);
   if (value == nullptr) return OkStatus();
   if (value->type != GgufType::kArray || value->element != element || value->count != n_tokens)
-    return header.Bad(fmt::format("{} is not an array of the right type with one entry for each of the {} tokens", key, n_tokens));
+    return header.Bad(
+        fmt::format("{} is not an array of the right type with one entry for each of the {} tokens", key, n_tokens));
   return OkStatus();
 }
 
@@ -59,8 +62,9 @@ Status CheckTokenizer(const GgufHeader& header, int32_t n_vocab) {
   KVCELL_RETURN_IF_ERROR(header.String("tokenizer.ggml.model", GgufNeed::kRequired, &kind));
   if (kind != "llama" && kind != "gpt2")
     return {StatusCode::kUnsupported,
-            fmt::format("{}: tokenizer `{}`, where kvcell has `llama` (SentencePiece) and `gpt2` (BPE); choose another model",
-                        header.path(), kind.substr(0, 40))};
+            fmt::format(
+                "{}: tokenizer `{}`, where kvcell has `llama` (SentencePiece) and `gpt2` (BPE); choose another model",
+                header.path(), kind.substr(0, 40))};
   size_t n_tokens = 0;
   KVCELL_RETURN_IF_ERROR(CheckTokens(header, n_vocab, &n_tokens));
   KVCELL_RETURN_IF_ERROR(CheckPerToken(header, "tokenizer.ggml.scores", GgufType::kFloat32, n_tokens));
@@ -78,7 +82,9 @@ bool BelongsToTokenizer(std::string_view key) { return key == "general.architect
 
 // A GGUF file without tensors, in memory, that holds the tokenizer's keys as they lie in the model file.
 std::string TokenizerFile(const GgufHeader& header) {
-  const auto append = [](std::string* out, auto value) { out->append(reinterpret_cast<const char*>(&value), sizeof(value)); };
+  const auto append = [](std::string* out, auto value) {
+    out->append(reinterpret_cast<const char*>(&value), sizeof(value));
+  };
   std::string body;
   uint64_t n_keys = 0;
   for (const std::string& key : header.keys()) {
@@ -132,7 +138,8 @@ Result<std::unique_ptr<Tokenizer>> Tokenizer::Load(const GgufHeader& header, int
   } catch (const std::exception& e) {
     return Fail(header.Bad(fmt::format("libllama can't read the tokenizer ({})", e.what())));
   }
-  if (model == nullptr) return Fail(header.Bad(fmt::format("libllama can't read the tokenizer ({})", TakeLlamaError())));
+  if (model == nullptr)
+    return Fail(header.Bad(fmt::format("libllama can't read the tokenizer ({})", TakeLlamaError())));
   std::unique_ptr<Tokenizer> tokenizer(new Tokenizer(header.path(), model));
   // With these flags set and no such token libllama would abort at the first text.
   const llama_vocab* vocab = tokenizer->vocab_;
@@ -143,7 +150,10 @@ Result<std::unique_ptr<Tokenizer>> Tokenizer::Load(const GgufHeader& header, int
 }
 
 Tokenizer::Tokenizer(std::string path, llama_model* model)
-    : path_(std::move(path)), model_(model), vocab_(llama_model_get_vocab(model)), n_tokens_(llama_vocab_n_tokens(vocab_)) {}
+    : path_(std::move(path)),
+      model_(model),
+      vocab_(llama_model_get_vocab(model)),
+      n_tokens_(llama_vocab_n_tokens(vocab_)) {}
 
 Tokenizer::~Tokenizer() { llama_model_free(model_); }
 
@@ -155,17 +165,20 @@ Result<std::vector<Token>> Tokenizer::Tokenize(const std::string& text, bool spe
   try {
     const auto length = static_cast<int32_t>(text.size());
     std::vector<Token> tokens(text.size() / 2 + 16);
-    int32_t n = llama_tokenize(vocab_, text.data(), length, tokens.data(), static_cast<int32_t>(tokens.size()), special, parse);
+    int32_t n =
+        llama_tokenize(vocab_, text.data(), length, tokens.data(), static_cast<int32_t>(tokens.size()), special, parse);
     if (n < 0 && n != std::numeric_limits<int32_t>::min()) {
       tokens.resize(static_cast<size_t>(-n));
-      n = llama_tokenize(vocab_, text.data(), length, tokens.data(), static_cast<int32_t>(tokens.size()), special, parse);
+      n = llama_tokenize(vocab_, text.data(), length, tokens.data(), static_cast<int32_t>(tokens.size()), special,
+                         parse);
     }
     if (n < 0) return Fail(StatusCode::kInvalidArgument, "the text has too many tokens; feed it in parts");
     tokens.resize(static_cast<size_t>(n));
     return tokens;
   } catch (const std::exception& e) {
     return Fail(StatusCode::kUnsupported,
-                fmt::format("{}: its vocabulary has no token for part of the text ({}); choose another model", path_, e.what()));
+                fmt::format("{}: its vocabulary has no token for part of the text ({}); choose another model", path_,
+                            e.what()));
   }
 }
 
@@ -209,13 +222,15 @@ Result<std::string> Tokenizer::ApplyChatTemplate(std::span<const ChatMessage> me
       n = llama_chat_apply_template(source, chat.data(), chat.size(), add_assistant, out.data(), n);
     }
     if (n < 0)
-      return Fail(StatusCode::kUnsupported,
-                  fmt::format("{}: libllama does not know this file's chat template; give the prompt as it is (--raw)", path_));
+      return Fail(
+          StatusCode::kUnsupported,
+          fmt::format("{}: libllama does not know this file's chat template; give the prompt as it is (--raw)", path_));
     out.resize(static_cast<size_t>(n));
     return out;
   } catch (const std::exception& e) {
-    return Fail(StatusCode::kUnsupported,
-                fmt::format("{}: its chat template can't be applied ({}); give the prompt as it is (--raw)", path_, e.what()));
+    return Fail(
+        StatusCode::kUnsupported,
+        fmt::format("{}: its chat template can't be applied ({}); give the prompt as it is (--raw)", path_, e.what()));
   }
 }
 

@@ -15,8 +15,8 @@ struct llama_vocab;
 
 namespace kvcell {
 
-// From now on libllama and ggml write nothing to standard output or error; what they report as an error while a call of ours
-// runs becomes part of that call's Status. Process-wide; safe to call often.
+// From now on libllama and ggml write nothing to standard output or error; what they report as an error while a call of
+// ours runs becomes part of that call's Status. Process-wide; safe to call often.
 void SilenceLlama();
 // The last error line that libllama logged on this thread since the last call, "" where there is none.
 std::string TakeLlamaError();
@@ -24,8 +24,8 @@ std::string TakeLlamaError();
 // Thread-safe once loaded.
 class Tokenizer {
  public:
-  // Checks everything that libllama's vocabulary loader asserts, then gives it a copy of the tokenizer's keys alone, so that
-  // nothing else of a hostile file reaches it. kCorruption, kUnsupported (kinds other than SentencePiece and BPE).
+  // Checks everything that libllama's vocabulary loader asserts, then gives it a copy of the tokenizer's keys alone, so
+  // that nothing else of a hostile file reaches it. kCorruption, kUnsupported (kinds other than SentencePiece and BPE).
   static Result<std::unique_ptr<Tokenizer>> Load(const GgufHeader& header, int32_t n_vocab);
   ~Tokenizer();
   Tokenizer(const Tokenizer&) = delete;

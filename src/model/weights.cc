@@ -1,13 +1,14 @@
 // Mapping of model files, and shape and type checks of their tensors.
 #include "model/weights.h"
 
-#include <cerrno>
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <ggml-cpu.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
+
+#include <cerrno>
 #include <utility>
 
 #include "base/file.h"
@@ -38,7 +39,8 @@ Result<MappedFile> MappedFile::Open(const std::string& path) {
   struct stat info {};
   if (fstat(fd.get(), &info) != 0) return Fail(ErrnoStatus(errno, "open", path));
   if (!S_ISREG(info.st_mode))
-    return Fail(StatusCode::kInvalidArgument, fmt::format("{}: not a regular file; give the path of a GGUF file", path));
+    return Fail(StatusCode::kInvalidArgument,
+                fmt::format("{}: not a regular file; give the path of a GGUF file", path));
   if (info.st_size == 0)
     return Fail(StatusCode::kCorruption, fmt::format("{}: the file is empty; get the model file again", path));
   const auto size = static_cast<size_t>(info.st_size);
@@ -63,7 +65,9 @@ Weights::Weights(const GgufHeader& header) : header_(header) {
 
 Weights::~Weights() { ggml_free(context_); }
 
-ggml_tensor* Weights::Matrix(std::string_view name, int64_t in, int64_t out) { return Take(name, true, in, out, false); }
+ggml_tensor* Weights::Matrix(std::string_view name, int64_t in, int64_t out) {
+  return Take(name, true, in, out, false);
+}
 ggml_tensor* Weights::OptionalMatrix(std::string_view name, int64_t in, int64_t out) {
   return Take(name, false, in, out, false);
 }
@@ -78,8 +82,8 @@ ggml_tensor* Weights::Take(std::string_view name, bool required, int64_t ne0, in
     return nullptr;
   }
   if (tensor->ne != std::array<int64_t, 4>{ne0, ne1, 1, 1}) {
-    Fail(StatusCode::kCorruption, fmt::format("tensor {} is {} x {} x {} x {}, not {} x {}", name, tensor->ne[0], tensor->ne[1],
-                                              tensor->ne[2], tensor->ne[3], ne0, ne1));
+    Fail(StatusCode::kCorruption, fmt::format("tensor {} is {} x {} x {} x {}, not {} x {}", name, tensor->ne[0],
+                                              tensor->ne[1], tensor->ne[2], tensor->ne[3], ne0, ne1));
     return nullptr;
   }
   if (vector ? tensor->type != GGML_TYPE_F32 : ggml_get_type_traits_cpu(tensor->type)->vec_dot == nullptr) {
@@ -89,8 +93,8 @@ ggml_tensor* Weights::Take(std::string_view name, bool required, int64_t ne0, in
     return nullptr;
   }
   taken_.insert(tensor->name);
-  ggml_tensor* out = vector ? ggml_new_tensor_1d(context_, tensor->type, ne0)
-                            : ggml_new_tensor_2d(context_, tensor->type, ne0, ne1);
+  ggml_tensor* out =
+      vector ? ggml_new_tensor_1d(context_, tensor->type, ne0) : ggml_new_tensor_2d(context_, tensor->type, ne0, ne1);
   ggml_set_name(out, tensor->name.c_str());
   // ggml only reads weights; the mapping is read-only, so a write would be seen at once.
   out->data = const_cast<std::byte*>(tensor->data.data());
@@ -101,7 +105,8 @@ Status Weights::Finish() {
   if (!status_.ok()) return status_;
   for (const GgufTensor& tensor : header_.tensors()) {
     if (!taken_.contains(tensor.name)) {
-      Fail(StatusCode::kUnsupported, fmt::format("tensor {} is none that kvcell's definition of this architecture uses", tensor.name));
+      Fail(StatusCode::kUnsupported,
+           fmt::format("tensor {} is none that kvcell's definition of this architecture uses", tensor.name));
       break;
     }
   }

@@ -1,6 +1,8 @@
 // A model file mapped into memory, and its tensors by name with their shapes checked.
 #pragma once
 
+#include <ggml.h>
+
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -9,15 +11,13 @@
 #include <string_view>
 #include <unordered_set>
 
-#include <ggml.h>
-
 #include "kvcell/status.h"
 #include "model/gguf_check.h"
 
 namespace kvcell {
 
-// The whole file, read-only. A file that shrinks while it is mapped ends the process at the next touch: replace model files
-// by renaming over them, never in place.
+// The whole file, read-only. A file that shrinks while it is mapped ends the process at the next touch: replace model
+// files by renaming over them, never in place.
 class MappedFile {
  public:
   // kNotFound, kPermission, kIoError; kInvalidArgument for what is not a regular file.
@@ -34,7 +34,8 @@ class MappedFile {
 };
 
 // Hands out tensors of a checked file as ggml tensors over the mapping, without copying. The first problem is kept for
-// status(), so that an architecture can list what it needs without a check at each line; after a problem null is returned.
+// status(), so that an architecture can list what it needs without a check at each line; after a problem null is
+// returned.
 class Weights {
  public:
   explicit Weights(const GgufHeader& header);
@@ -48,8 +49,8 @@ class Weights {
   ggml_tensor* Vector(std::string_view name, int64_t n);
   ggml_tensor* OptionalVector(std::string_view name, int64_t n);
 
-  // kCorruption (missing, wrong shape) or kUnsupported (type that ggml can't multiply; a tensor that the architecture did not
-  // ask for, which would silently be left out of the computation).
+  // kCorruption (missing, wrong shape) or kUnsupported (type that ggml can't multiply; a tensor that the architecture
+  // did not ask for, which would silently be left out of the computation).
   Status Finish();
 
  private:
