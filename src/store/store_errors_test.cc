@@ -434,7 +434,13 @@ TEST(StoreErrors, CollidingKeysDoNotShare) {
     ASSERT_TRUE(store->Commit(&record, shapes.data()).ok());
   }
   EXPECT_EQ(store->Stats()->blocks, 2);
-  EXPECT_NE(store->Load("one")->blocks[0].places[0]->offset, store->Load("two")->blocks[0].places[0]->offset);
+  for (const auto& record : records) {
+    const auto loaded = store->Load(record.name);
+    ASSERT_TRUE(loaded);
+    ASSERT_EQ(loaded->blocks.size(), 1u) << loaded->damage;
+    EXPECT_EQ(loaded->blocks[0].places[0]->offset, record.blocks[0].places[0]->offset);
+  }
+  EXPECT_NE(records[0].blocks[0].places[0]->offset, records[1].blocks[0].places[0]->offset);
   const auto tokens = MakeTokens(2, 64);
   const auto found = store->FindBlock(same, std::span(tokens).first<64>());
   ASSERT_TRUE(found && *found);

@@ -100,6 +100,45 @@ INSTANTIATE_TEST_SUITE_P(All, SaveFaults,
                                           testing::Values(Fault{EIO}, Fault{ENOSPC}, Fault{kShort}, Fault{EIO, true},
                                                           Fault{ENOSPC, true})));
 
+// A save fails, the process goes on (its cells are released) and dies without closing: what the log still holds of the
+// failed save must not come back as a session without cells.
+TEST(StoreFaults, FailedThenKilled) {
+  TemporaryDirectory directory;
+  MakeTemplate(directory / "template", Durability::kPower);
+  bool fired = true;
+  for (const bool stays : {false, true}) {
+    for (int at = 1; fired || at == 1; ++at) {
+      Copy(directory / "template", directory.store());
+      const pid_t child = ::fork();
+      if (child == 0) {
+        WatchedCalls calls;
+        WatchedSqlite sqlite(calls);
+        StoreOptions options;
+        options.durability = Durability::kPower;
+        options.system_calls = &calls;
+        auto store = Store::Open(directory.store(), options);
+        int made = 0;
+        calls.watcher = [&](const Call&) { return ++made == at || (stays && made > at) ? EIO : 0; };
+        const bool saved = SaveSession(**store, kName, After()).has_value();
+        ::_exit(made < at ? 1 : saved ? 2 : 3);
+      }
+      int status = 0;
+      ::waitpid(child, &status, 0);
+      ASSERT_TRUE(WIFEXITED(status));
+      fired = WEXITSTATUS(status) != 1;
+      auto store = OpenStore(directory.store());
+      ASSERT_NE(store, nullptr);
+      const std::string as_after = CheckSession(*store, kName, After());
+      const std::string as_before = CheckSession(*store, kName, Before());
+      if (WEXITSTATUS(status) == 3) {
+        EXPECT_TRUE(as_after.empty() || as_before.empty()) << "call " << at << ": " << as_before << as_after;
+      } else {
+        EXPECT_EQ(as_after, "") << "call " << at;
+      }
+    }
+  }
+}
+
 // Field case D8: a store that fails now and then never shows a session that isn't whole.
 TEST(StoreFaults, EverySeventhWriteFails) {
   TemporaryDirectory directory;
