@@ -543,8 +543,10 @@ Result<const std::byte*> CellMemory::CodedForRead(const Block& block, const Laye
   Status ok = VerifyCell({ring, layer.coded.bytes}, shape.layers[layer.group_slot].layer, head,
                          static_cast<uint64_t>(block.position), block.key.data());
   if (!ok.ok()) {
+    options_.store->ReportDamage(*block.places[layer.group]);
     const auto [path, offset] = options_.store->Locate(shape, *block.places[layer.group], layer.group_slot, head);
-    return Fail(ok.code(), fmt::format("{} at byte {}: {}", path, offset, ok.message()));
+    return Fail(ok.code(), fmt::format("{} at byte {}: {}; cut the sequence to {} tokens and append the rest again", path, offset,
+                                       ok.message(), block.position));
   }
   return ring;
 }
