@@ -19,7 +19,8 @@ namespace kvcell {
 using namespace attention_internal;
 
 struct AttentionAccess {
-  static void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state, CellWeight* weights);
+  static void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state,
+                     CellWeight* weights);
   static void Merge(const Partial& from, Partial* into);
   static void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits);
   static void CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass);
@@ -33,9 +34,12 @@ constexpr int Pad16(int n) { return (n + 15) / 16 * 16; }
 
 Code CodeOf(const SideLayout& side) {
   switch (side.spec.type) {
-    case SideSpec::Type::kInt8: return kCodeInt8;
-    case SideSpec::Type::kInt4: return kCodeInt4;
-    case SideSpec::Type::kF16: break;
+    case SideSpec::Type::kInt8:
+      return kCodeInt8;
+    case SideSpec::Type::kInt4:
+      return kCodeInt4;
+    case SideSpec::Type::kF16:
+      break;
   }
   return kCodeF16;
 }
@@ -45,7 +49,8 @@ void Grow(std::vector<T>* v, size_t n) {
   if (v->size() < n) v->resize(n);
 }
 
-// Rounds one group of q to integers of at most `top`; returns the factor that undoes it: NaN where a value is not finite.
+// Rounds one group of q to integers of at most `top`; returns the factor that undoes it: NaN where a value is not
+// finite.
 template <typename Int>
 float RoundGroup(const float* q, int n, float top, Int* out) {
   float largest = 0.0f;
@@ -229,9 +234,9 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       k.codes = cell.bytes;
       v.codes = cell.bytes + cell.exact->v;
     }
-    // Integer codes: V is fetched while K is computed and the next cell's K while V is, so that at most a cell and a half is
-    // on its way through L1. f16: memory is the limit, so a whole cell ahead. Where no cell of the same kind follows, this one
-    // again (a hit).
+    // Integer codes: V is fetched while K is computed and the next cell's K while V is, so that at most a cell and a
+    // half is on its way through L1. f16: memory is the limit, so a whole cell ahead. Where no cell of the same kind
+    // follows, this one again (a hit).
     const CellRef* next = i + 1 < cells.size() && cells[i + 1].kind == cell.kind ? &cells[i + 1] : &cell;
     const bool same_layout = is_coded || next->exact->bytes == cell.exact->bytes;
     const std::byte* next_bytes = same_layout ? next->bytes : cell.bytes;
@@ -378,7 +383,8 @@ void AttentionAccess::Merge(const Partial& from, Partial* into) {
   }
 }
 
-void AttentionAccess::Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits) {
+void AttentionAccess::Finish(const HeadContext& head, const Partial& state, float* const* out,
+                             const float* sink_logits) {
   for (size_t r = 0; r < static_cast<size_t>(state.n_rows_); ++r) {
     const auto dv = static_cast<size_t>(head.dv);
     const size_t at = r * static_cast<size_t>(state.stride_);

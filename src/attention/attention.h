@@ -1,8 +1,10 @@
-// Attention of query rows over cells as they lie: raw pointers in, partial softmax sums out; no state, no allocation on the way.
+// Attention of query rows over cells as they lie: raw pointers in, partial softmax sums out; no state, no allocation on
+// the way.
 //
-// The caller cuts the past of a sequence into fixed segments, gets one Partial for each, and merges them in order, so that the
-// result does not depend on threads or on how many rows were asked at once (every row is computed independently of the others).
-// Online softmax as in FlashAttention (arXiv 2205.14135), split over tokens and merged as in Flash-Decoding.
+// The caller cuts the past of a sequence into fixed segments, gets one Partial for each, and merges them in order, so
+// that the result does not depend on threads or on how many rows were asked at once (every row is computed
+// independently of the others). Online softmax as in FlashAttention (arXiv 2205.14135), split over tokens and merged as
+// in Flash-Decoding.
 #pragma once
 
 #include <cstddef>
@@ -25,8 +27,8 @@ struct HeadContext {
   int32_t dk = 0;
   int32_t dv = 0;
   float scale = 0.0f;
-  float softcap = 0.0f;     // <= 0: none; applied before the mask
-  CellLayout coded;         // layout of this layer's sealed cells; integer codes need scales >= 0, as EncodeCell writes them
+  float softcap = 0.0f;  // <= 0: none; applied before the mask
+  CellLayout coded;  // layout of this layer's sealed cells; integer codes need scales >= 0, as EncodeCell writes them
 };
 
 struct CellRef {
@@ -42,15 +44,16 @@ struct CellRef {
 // Query rows that share a KV head: GQA group, queries of a prefill tile, sequences that share blocks.
 struct QueryRows {
   int32_t n_rows = 0;
-  const float* const* q = nullptr;     // [n_rows] pointers to [dk], unrotated, as the model gives them
-  const int64_t* begin = nullptr;      // [n_rows] row r sees positions [begin[r], end[r])
+  const float* const* q = nullptr;  // [n_rows] pointers to [dk], unrotated, as the model gives them
+  const int64_t* begin = nullptr;   // [n_rows] row r sees positions [begin[r], end[r])
   const int64_t* end = nullptr;
   const float* alibi_slope = nullptr;  // [n_rows] or null: score += slope * (position - (end[r] - 1))
 };
 
-// Queries in the forms that the kernels read (rotated, rounded to integers with their scales, their sums), made once per tile.
-// `head` and the arrays of `rows` must live as long as the queries are attended with; the q vectors are copied. A row that
-// holds a NaN or an infinity gives NaN in that row's output and touches no other row. The memory grows once and is reused.
+// Queries in the forms that the kernels read (rotated, rounded to integers with their scales, their sums), made once
+// per tile. `head` and the arrays of `rows` must live as long as the queries are attended with; the q vectors are
+// copied. A row that holds a NaN or an infinity gives NaN in that row's output and touches no other row. The memory
+// grows once and is reused.
 class PreparedQueries {
  public:
   void Prepare(const HeadContext& head, const QueryRows& rows);
@@ -62,20 +65,20 @@ class PreparedQueries {
   const HeadContext* head_ = nullptr;
   const attention_internal::KernelSet* kernels_ = nullptr;
   QueryRows rows_;
-  int32_t stride_ = 0;             // elements from row to row of the arrays below
+  int32_t stride_ = 0;  // elements from row to row of the arrays below
   int32_t scale_stride_ = 0;
-  int64_t first_begin_ = 0;        // the union of what the rows see
+  int64_t first_begin_ = 0;  // the union of what the rows see
   int64_t last_end_ = 0;
-  std::vector<float> exact_;       // [n_rows][stride] plain, score scale folded in: for exact cells
-  std::vector<float> coded_;       // [n_rows][stride] rotated, score scale folded in: for offsets and f16 codes
-  std::vector<int16_t> int16_;     // [n_rows][stride] rounded per group: for int8 codes
-  std::vector<int8_t> int8_;       // [n_rows][stride * copies] rounded per group: for int4 codes
-  std::vector<float> scale_;       // [n_rows][n_groups] of the rounded forms
-  std::vector<int32_t> start_;     // [n_rows][n_groups] what a group's integer sum starts from (level bias taken off)
+  std::vector<float> exact_;    // [n_rows][stride] plain, score scale folded in: for exact cells
+  std::vector<float> coded_;    // [n_rows][stride] rotated, score scale folded in: for offsets and f16 codes
+  std::vector<int16_t> int16_;  // [n_rows][stride] rounded per group: for int8 codes
+  std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int4 codes
+  std::vector<float> scale_;    // [n_rows][n_groups] of the rounded forms
+  std::vector<int32_t> start_;  // [n_rows][n_groups] what a group's integer sum starts from (level bias taken off)
 };
 
-// Running softmax state of n_rows rows: maximum score, sum of weights, weighted values (rotated and plain kept apart, since
-// one rotation at the end serves all cells).
+// Running softmax state of n_rows rows: maximum score, sum of weights, weighted values (rotated and plain kept apart,
+// since one rotation at the end serves all cells).
 class Partial {
  public:
   // Sizes the state for `head` and n_rows and makes it empty (no token seen).
@@ -87,11 +90,11 @@ class Partial {
   void RaiseMax(const attention_internal::KernelSet& kernels, size_t row, float max);
 
   int32_t n_rows_ = 0;
-  int32_t stride_ = 0;            // padded dv
-  std::vector<float> max_;        // [n_rows] of scores in units of log2; -inf: no token seen
-  std::vector<float> sum_;        // [n_rows]
-  std::vector<float> values_;     // [n_rows][stride] in the basis of exact cells
-  std::vector<float> rotated_;    // [n_rows][stride] in the basis of coded cells, where that is another one
+  int32_t stride_ = 0;          // padded dv
+  std::vector<float> max_;      // [n_rows] of scores in units of log2; -inf: no token seen
+  std::vector<float> sum_;      // [n_rows]
+  std::vector<float> values_;   // [n_rows][stride] in the basis of exact cells
+  std::vector<float> rotated_;  // [n_rows][stride] in the basis of coded cells, where that is another one
 };
 
 // The weight that one cell got from one row, relative to a maximum that later cells may raise: see CellMasses.
@@ -100,28 +103,33 @@ struct CellWeight {
   float sum = 0.0f;
 };
 
-// Attends to the cells in order, adding to `state`. Cells that no row sees are skipped. Bytes outside [first, last) never
-// influence the result, whatever they hold. `weights`, where given, receives [n_cells][n_rows] for CellMasses.
-void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state, CellWeight* weights = nullptr);
+// Attends to the cells in order, adding to `state`. Cells that no row sees are skipped. Bytes outside [first, last)
+// never influence the result, whatever they hold. `weights`, where given, receives [n_cells][n_rows] for CellMasses.
+void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state,
+            CellWeight* weights = nullptr);
 
 // into = into + from, as if from's cells had been attended after into's (up to float rounding, in a fixed order).
 void Merge(const HeadContext& head, const Partial& from, Partial* into);
 
-// Writes out[r] = [dv] for every row. A row that saw no token gives zeros. `sink_logits` [n_rows], where given, join each
-// row's softmax denominator without a value (attention sinks as learned logits).
+// Writes out[r] = [dv] for every row. A row that saw no token gives zeros. `sink_logits` [n_rows], where given, join
+// each row's softmax denominator without a value (attention sinks as learned logits).
 void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits = nullptr);
 
-// The share of each row's attention that went to each cell: mass[c] += sum over rows of the softmax weights of cell c's tokens,
-// `weights` [n_cells][n_rows] being what Attend gave and `state` the merged state of all cells that the rows saw.
+// The share of each row's attention that went to each cell: mass[c] += sum over rows of the softmax weights of cell c's
+// tokens, `weights` [n_cells][n_rows] being what Attend gave and `state` the merged state of all cells that the rows
+// saw.
 void CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass);
 
-// The instruction set in use: "scalar", "avx2", "avx512", "neon". Chosen at first use, best first; KVCELL_ISA forces one.
+// The instruction set in use: "scalar", "avx2", "avx512", "neon". Chosen at first use, best first; KVCELL_ISA forces
+// one.
 std::string_view AttentionIsa();
 // All that this machine can run, best first.
 std::vector<std::string_view> AttentionIsasFound();
-// kUnsupported, naming what is there, where KVCELL_ISA asks for something that this machine lacks. Call before first use.
+// kUnsupported, naming what is there, where KVCELL_ISA asks for something that this machine lacks. Call before first
+// use.
 Status CheckForcedIsa();
-// Makes queries prepared from now on use `isa`; kUnsupported, changing nothing, where this machine lacks it. Thread-safe.
+// Makes queries prepared from now on use `isa`; kUnsupported, changing nothing, where this machine lacks it.
+// Thread-safe.
 Status UseAttentionIsa(std::string_view isa);
 
 }  // namespace kvcell

@@ -29,9 +29,7 @@ constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
 class CellBytes {
  public:
   explicit CellBytes(size_t n) : storage_(n + 64), n_(n) {}
-  std::byte* data() {
-    return storage_.data() + (64 - reinterpret_cast<uintptr_t>(storage_.data()) % 64) % 64;
-  }
+  std::byte* data() { return storage_.data() + (64 - reinterpret_cast<uintptr_t>(storage_.data()) % 64) % 64; }
   size_t size() const { return n_; }
 
  private:
@@ -61,7 +59,8 @@ struct Shape {
 // A sequence as the cache lays it out: sinks in an exact cell, full blocks coded, the open block exact.
 class Sequence {
  public:
-  explicit Sequence(const Shape& shape) : Sequence(shape, RandomValues(shape, shape.dk, 0), RandomValues(shape, shape.dv, 1)) {}
+  explicit Sequence(const Shape& shape)
+      : Sequence(shape, RandomValues(shape, shape.dk, 0), RandomValues(shape, shape.dv, 1)) {}
 
   Sequence(const Shape& shape, const Floats& k, const Floats& v) : shape_(shape), rng_(shape.seed + 77) {
     head_.dk = shape.dk;
@@ -96,7 +95,8 @@ class Sequence {
     double max = sink;
     for (int64_t t = 0; t < shape_.n_tokens; ++t) {
       double s = 0;
-      for (size_t d = 0; d < dk; ++d) s += static_cast<double>(q[d]) * static_cast<double>(k[static_cast<size_t>(t) * dk + d]);
+      for (size_t d = 0; d < dk; ++d)
+        s += static_cast<double>(q[d]) * static_cast<double>(k[static_cast<size_t>(t) * dk + d]);
       s *= static_cast<double>(head_.scale);
       if (head_.softcap > 0) s = static_cast<double>(head_.softcap) * std::tanh(s / static_cast<double>(head_.softcap));
       s += static_cast<double>(slope) * static_cast<double>(t - (end - 1));
@@ -149,7 +149,8 @@ class Sequence {
   void WriteTokens(const ExactLayout& layout, std::byte* cell, int begin, int n) {
     SanitizeCounts counts;
     for (int t = 0; t < n; ++t) {
-      WriteExactToken(layout, cell, t, &original_k_[At(begin + t, shape_.dk)], &original_v_[At(begin + t, shape_.dv)], &counts);
+      WriteExactToken(layout, cell, t, &original_k_[At(begin + t, shape_.dk)], &original_v_[At(begin + t, shape_.dv)],
+                      &counts);
     }
   }
 
@@ -305,15 +306,23 @@ std::vector<std::string> CompiledIsas() {
   return names;
 }
 
-INSTANTIATE_TEST_SUITE_P(Isa, AttentionTest, testing::ValuesIn(CompiledIsas()), [](const auto& isa) { return isa.param; });
+INSTANTIATE_TEST_SUITE_P(Isa, AttentionTest, testing::ValuesIn(CompiledIsas()),
+                         [](const auto& isa) { return isa.param; });
 
-const char* const kCodecs[] = {"f16", "i8", "i4", "k=int4:g32:sym,v=int4:g32:sym", "k=int4:g64:lloyd:rot:off,v=int4:g64:lloyd:rot",
-                               "k=int4:g128:sym:rot,v=int4:g128:lloyd", "k=int8:g64:sym:rot:off,v=int4:g64:lloyd:rot",
-                               "k=int4:g64:lloyd:rot,v=f16", "k=f16,v=int8:g128:sym:rot", "k=int8:g32:sym,v=int8:g32:sym:rot"};
+const char* const kCodecs[] = {"f16",
+                               "i8",
+                               "i4",
+                               "k=int4:g32:sym,v=int4:g32:sym",
+                               "k=int4:g64:lloyd:rot:off,v=int4:g64:lloyd:rot",
+                               "k=int4:g128:sym:rot,v=int4:g128:lloyd",
+                               "k=int8:g64:sym:rot:off,v=int4:g64:lloyd:rot",
+                               "k=int4:g64:lloyd:rot,v=f16",
+                               "k=f16,v=int8:g128:sym:rot",
+                               "k=int8:g32:sym,v=int8:g32:sym:rot"};
 
 TEST_P(AttentionTest, EveryCodecAtEveryHeadSize) {
-  const std::pair<int, int> sizes[] = {{40, 40}, {64, 64}, {80, 80}, {96, 96}, {112, 112}, {128, 128}, {192, 192}, {256, 256},
-                                       {192, 128}, {65, 33}, {1, 1}, {1024, 16}};
+  const std::pair<int, int> sizes[] = {{40, 40},   {64, 64},   {80, 80},   {96, 96}, {112, 112}, {128, 128},
+                                       {192, 192}, {256, 256}, {192, 128}, {65, 33}, {1, 1},     {1024, 16}};
   for (const char* codec : kCodecs) {
     for (const auto& [dk, dv] : sizes) {
       const Shape shape{.codec = codec, .dk = dk, .dv = dv, .n_tokens = 200, .poison = {-1}};
@@ -499,7 +508,8 @@ TEST_P(AttentionTest, A15EveryCodeInEveryLane) {
       std::vector<double> score(64), expected(64);
       double sum = 0;
       for (size_t t = 0; t < 64; ++t) {
-        for (size_t d = 0; d < 64; ++d) score[t] += static_cast<double>(q[d]) * static_cast<double>(k[t * 64 + d]) * 0.05;
+        for (size_t d = 0; d < 64; ++d)
+          score[t] += static_cast<double>(q[d]) * static_cast<double>(k[t * 64 + d]) * 0.05;
       }
       const double max = *std::max_element(score.begin(), score.end());
       double largest = 0;
@@ -510,7 +520,8 @@ TEST_P(AttentionTest, A15EveryCodeInEveryLane) {
       }
       for (const float x : v) largest = std::max(largest, std::fabs(static_cast<double>(x)));
       for (size_t c = 0; c < 64; ++c) {
-        ASSERT_NEAR(out[c], expected[c] / sum, 0.02 * largest + 1e-5) << codec << " pattern " << pattern << " dim " << c;
+        ASSERT_NEAR(out[c], expected[c] / sum, 0.02 * largest + 1e-5)
+            << codec << " pattern " << pattern << " dim " << c;
       }
     }
   }
@@ -558,11 +569,12 @@ TEST_P(AttentionTest, RoundingOfQueriesAndWeightsIsSmallBesideTheCodes) {
         for (int r = 0; r < rows.n; ++r) {
           const auto decoded = sequence.Oracle(rows.Row(r, 128), 0, 1024);
           const auto original = sequence.Oracle(rows.Row(r, 128), 0, 1024, 0.0f, true);
-          for (size_t c = 0; c < 128; ++c) codes += (decoded[c] - original[c]) * (decoded[c] - original[c]) / (128.0 * rows.n);
+          for (size_t c = 0; c < 128; ++c)
+            codes += (decoded[c] - original[c]) * (decoded[c] - original[c]) / (128.0 * rows.n);
         }
       }
-      fmt::print("{:8} {:48} |q| {:3}: rounding / code error (power) {:.4f}\n", GetParam(), codec, static_cast<double>(size),
-                 rounding / codes);
+      fmt::print("{:8} {:48} |q| {:3}: rounding / code error (power) {:.4f}\n", GetParam(), codec,
+                 static_cast<double>(size), rounding / codes);
       EXPECT_LT(rounding, 0.1 * codes) << codec << " " << static_cast<double>(size);
     }
   }
@@ -686,7 +698,8 @@ TEST_P(AttentionTest, FarPositionsGiveTheSameOutput) {
 TEST(AttentionIsas, AgreeOnEveryCodec) {
   for (const char* codec : kCodecs) {
     for (const int dim : {40, 64, 128, 192}) {
-      const Sequence sequence({.codec = codec, .dk = dim, .dv = dim, .n_tokens = 333, .softcap = dim == 64 ? 20.0f : 0.0f});
+      const Sequence sequence(
+          {.codec = codec, .dk = dim, .dv = dim, .n_tokens = 333, .softcap = dim == 64 ? 20.0f : 0.0f});
       const Rows rows(sequence, 7, 2.0f);
       Floats first;
       for (const std::string_view isa : AttentionIsasFound()) {

@@ -15,9 +15,10 @@ namespace attention_internal {
 std::span<const KernelSet* const> CompiledKernels() {
   static const KernelSet* const compiled[] = {
 #if defined(__x86_64__)
-      &Avx512Kernels(), &Avx2Kernels(),
+    &Avx512Kernels(),
+    &Avx2Kernels(),
 #endif
-      &ScalarKernels(),
+    &ScalarKernels(),
   };
   return compiled;
 }

@@ -1,7 +1,7 @@
 // The kernels that each instruction set provides, as a table of plain functions over raw planes of one cell.
 //
-// Rows come in blocks of 1 to kMaxRows that share the decoding of codes; what a row gets never depends on its neighbours.
-// Integer sums are exact, so instruction sets differ only in the rounding of float sums.
+// Rows come in blocks of 1 to kMaxRows that share the decoding of codes; what a row gets never depends on its
+// neighbours. Integer sums are exact, so instruction sets differ only in the rounding of float sums.
 #pragma once
 
 #include <array>
@@ -15,58 +15,58 @@
 namespace kvcell::attention_internal {
 
 inline constexpr int kMaxRows = 4;
-inline constexpr int kMaxGroups = kMaxHeadDim / 32;  // of one token along the head
+inline constexpr int kMaxGroups = kMaxHeadDim / 32;     // of one token along the head
 inline constexpr int kWeightStride = kBlockTokens * 8;  // bytes of one row's weights of one group, copies included
 
 enum Code : size_t { kCodeF16 = 0, kCodeInt8 = 1, kCodeInt4 = 2 };
 
 // Scores of the cell's tokens for a block of rows: scores[r][t] = bias[r] + q[r] . k[t].
 //
-// int4 codes: levels are made unsigned (level + bias) and multiplied as u8 * s8 with q; `q_start` takes the bias off again.
-// int8 codes are widened and multiplied with a 16-bit q: exact to the codes' own precision.
+// int4 codes: levels are made unsigned (level + bias) and multiplied as u8 * s8 with q; `q_start` takes the bias off
+// again. int8 codes are widened and multiplied with a 16-bit q: exact to the codes' own precision.
 struct ScoreArgs {
   const std::byte* codes = nullptr;     // f16: [dim][n_tokens]; int8, int4: tiles as docs/format.md lays them
   const std::byte* prefetch = nullptr;  // the same plane of the next cell (or this one)
   int dim = 0;
   int dim_padded = 0;
-  int n_tokens = 0;                     // f16: tokens per row of the plane, a multiple of 16
-  int begin = 0, end = 0;               // f16: tokens that are wanted; others may be left out
-  int group = 0;                        // dims per scale
+  int n_tokens = 0;        // f16: tokens per row of the plane, a multiple of 16
+  int begin = 0, end = 0;  // f16: tokens that are wanted; others may be left out
+  int group = 0;           // dims per scale
   int n_groups = 0;
-  const float* k_scale = nullptr;       // [n_groups][64]
-  const uint8_t* levels = nullptr;      // int4: [16], biased
-  const void* q = nullptr;              // [rows][q_stride]: f16: float; int8: int16; int4: int8 as KernelSet::copies says
-  int q_stride = 0;                     // in elements, copies included
-  const float* q_scale = nullptr;       // [rows][scale_stride]
-  const int32_t* q_start = nullptr;     // [rows][scale_stride] int4: -bias * sum of the group's q
+  const float* k_scale = nullptr;    // [n_groups][64]
+  const uint8_t* levels = nullptr;   // int4: [16], biased
+  const void* q = nullptr;           // [rows][q_stride]: f16: float; int8: int16; int4: int8 as KernelSet::copies says
+  int q_stride = 0;                  // in elements, copies included
+  const float* q_scale = nullptr;    // [rows][scale_stride]
+  const int32_t* q_start = nullptr;  // [rows][scale_stride] int4: -bias * sum of the group's q
   int scale_stride = 0;
-  const float* bias = nullptr;          // [rows]
-  float* scores = nullptr;              // [rows][64]
+  const float* bias = nullptr;  // [rows]
+  float* scores = nullptr;      // [rows][64]
 };
 
 // acc[r][c] += sum over tokens of w[r][t] * v[t][c].
 struct ValueArgs {
-  const std::byte* codes = nullptr;     // f16: [n_tokens][dim_padded]; int8, int4: tiles
+  const std::byte* codes = nullptr;  // f16: [n_tokens][dim_padded]; int8, int4: tiles
   const std::byte* prefetch = nullptr;
   int dim_padded = 0;
-  int begin = 0, end = 0;               // f16: tokens that may have weight
+  int begin = 0, end = 0;  // f16: tokens that may have weight
   int group = 0;
   int n_groups = 0;
-  const uint8_t* levels = nullptr;      // int4: [16], biased
-  const void* w = nullptr;              // f16: float [rows][64]; int8: int16 [rows][n_groups][64]; int4: int8
-                                        // [rows][n_groups][64 * copies]
-  const float* w_scale = nullptr;       // [rows][n_groups]
-  const int32_t* w_start = nullptr;     // [rows][n_groups] int4: -bias * sum of the group's w
-  float* acc = nullptr;                 // [rows][acc_stride]
+  const uint8_t* levels = nullptr;   // int4: [16], biased
+  const void* w = nullptr;           // f16: float [rows][64]; int8: int16 [rows][n_groups][64]; int4: int8
+                                     // [rows][n_groups][64 * copies]
+  const float* w_scale = nullptr;    // [rows][n_groups]
+  const int32_t* w_start = nullptr;  // [rows][n_groups] int4: -bias * sum of the group's w
+  float* acc = nullptr;              // [rows][acc_stride]
   int acc_stride = 0;
 };
 
 // What turns one row's products into scores where that takes more than the products themselves.
 struct AdjustArgs {
-  float* scores = nullptr;   // [64]; tokens outside [begin, end) become -inf
-  int begin = 0, end = 0;    // tokens that the row sees
-  float softcap = 0.0f;      // > 0: scores are softcap * tanh(score), in units of log2
-  float slope = 0.0f;        // with `has_slope`: score += slope * (first_distance + token), in units of log2
+  float* scores = nullptr;  // [64]; tokens outside [begin, end) become -inf
+  int begin = 0, end = 0;   // tokens that the row sees
+  float softcap = 0.0f;     // > 0: scores are softcap * tanh(score), in units of log2
+  float slope = 0.0f;       // with `has_slope`: score += slope * (first_distance + token), in units of log2
   float first_distance = 0.0f;
   bool has_slope = false;
 };
@@ -82,8 +82,8 @@ Levels MakeLevels(SideSpec::Levels levels);
 struct KernelSet {
   std::string_view name;
   bool (*available)();
-  // How often each group of four int8 values of q and of the weights is repeated, so that a kernel without cheap broadcasts
-  // reads a whole register.
+  // How often each group of four int8 values of q and of the weights is repeated, so that a kernel without cheap
+  // broadcasts reads a whole register.
   int copies;
   // f16 [n_groups][64 / rows_per_scale] to [n_groups][64], zero outside [begin, end).
   void (*expand_scales)(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out);
@@ -95,24 +95,30 @@ struct KernelSet {
   template <typename Function>
   using PerRows = std::array<Function*, kMaxRows>;
   // bias[r] = scale * (q[r] . offset), both [dim_padded], offset int8.
-  PerRows<void(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, float* bias)> offset_bias;
+  PerRows<void(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, float* bias)>
+      offset_bias;
   std::array<PerRows<void(const ScoreArgs&)>, 3> score;  // [Code]
   std::array<PerRows<void(const ValueArgs&)>, 3> value;
-  // Scores [rows][64] to weights 2^(score - max), `max` [rows] being raised to the rows' largest scores first, and `sum`
-  // [rows] the sums of the weights.
+  // Scores [rows][64] to weights 2^(score - max), `max` [rows] being raised to the rows' largest scores first, and
+  // `sum` [rows] the sums of the weights.
   PerRows<void(float* scores, float* max, float* sum)> softmax;
-  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is levels.top (32767 for
-  // int16). p: [rows][64].
+  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is levels.top
+  // (32767 for int16). p: [rows][64].
   PerRows<void(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
                int32_t* w_start)>
       weights8;
   PerRows<void(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale)> weights16;
 };
 
-// 2^f for f in [-0.5, 0.5], relative error below 1.6e-7 before rounding (minimax of degree 5, the constant term set to 1 so
-// that 2^0 is exact). With its argument reduction, 2^x has a relative error below 3e-7 for x in [-126, 0]; below that it is 0.
-inline constexpr float kExp2[6] = {1.0f, 0.6931469670647331f, 0.24022119723848476f, 0.05550713273542586f,
-                                   0.00967554133421605f, 0.0013276471979478776f};
+// 2^f for f in [-0.5, 0.5], relative error below 1.6e-7 before rounding (minimax of degree 5, the constant term set to
+// 1 so that 2^0 is exact). With its argument reduction, 2^x has a relative error below 3e-7 for x in [-126, 0]; below
+// that it is 0.
+inline constexpr float kExp2[6] = {1.0f,
+                                   0.6931469670647331f,
+                                   0.24022119723848476f,
+                                   0.05550713273542586f,
+                                   0.00967554133421605f,
+                                   0.0013276471979478776f};
 inline constexpr float kExp2Min = -127.0f;  // 2^kExp2Min counts as 0
 inline constexpr float kLog2E = 1.44269504088896341f;
 inline constexpr float kMinWeight = 1e-30f;  // a cell whose weights are all below it adds nothing

@@ -134,7 +134,8 @@ void OffsetBias(const std::byte* offset, float scale, int dim_padded, const floa
   for (int c = 0; c < dim_padded; c += 8) {
     const __m256 o = LoadInt8(offset + c);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) s[r] = _mm256_fmadd_ps(o, _mm256_loadu_ps(q + static_cast<ptrdiff_t>(r) * q_stride + c), s[r]);
+    for (int r = 0; r < R; ++r)
+      s[r] = _mm256_fmadd_ps(o, _mm256_loadu_ps(q + static_cast<ptrdiff_t>(r) * q_stride + c), s[r]);
   }
   StoreRows<R>(bias, _mm_mul_ps(Reduce<R>(s, AddOp()), _mm_set1_ps(scale)));
 }
@@ -149,36 +150,35 @@ KVCELL_INLINE void Decode4(const std::byte* p, __m256i table, __m256i* lo, __m25
 
 constexpr int kCopies = 8;  // of each four bytes of q or weights: 32 bytes, the multiplication's memory operand
 
-// acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk. Eight products are
-// added in 16 bits, which Levels::top makes room for.
-template <int R, bool kPrefetch>
-KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m256i table, const int8_t* x,
-                           ptrdiff_t x_stride, __m256i acc[R]) {
+// acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk. Eight products
+// are added in 16 bits, which Levels::top makes room for. The two halves fetch every other line each, evenly spread in
+// time.
+template <int R, int kHalf>
+KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m256i table,
+                           const int8_t* x, ptrdiff_t x_stride, __m256i acc[R]) {
   const __m256i ones = _mm256_set1_epi16(1);
   for (int c = 0; c < n_chunks; c += 2) {
     __m256i a, b, d, e;
     Decode4(codes + c * 64, table, &a, &b);
     Decode4(codes + c * 64 + 64, table, &d, &e);
-    if (kPrefetch) {
-      Prefetch(prefetch + c * 64);
-      Prefetch(prefetch + c * 64 + 64);
-    }
+    Prefetch(prefetch + c * 64 + kHalf * 64);
     const int8_t* xc = x + c * 8 * kCopies;
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r, xc += x_stride) {
       const __m256i low = _mm256_add_epi16(_mm256_maddubs_epi16(a, Load(xc)), _mm256_maddubs_epi16(b, Load(xc + 32)));
-      const __m256i high = _mm256_add_epi16(_mm256_maddubs_epi16(d, Load(xc + 64)), _mm256_maddubs_epi16(e, Load(xc + 96)));
+      const __m256i high =
+          _mm256_add_epi16(_mm256_maddubs_epi16(d, Load(xc + 64)), _mm256_maddubs_epi16(e, Load(xc + 96)));
       acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(_mm256_add_epi16(low, high), ones));
     }
   }
 }
 
-template <int R, bool kPrefetch>
+template <int R, int kHalf>
 KVCELL_INLINE void ScoreInt4HalfTile(const ScoreArgs& a, int t, __m256i table) {
   const int n_chunks = a.dim_padded / 8;
   const int group_chunks = a.group / 8;
   const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks * 64;
-  const std::byte* codes = a.codes + tile + (kPrefetch ? 0 : 32);
+  const std::byte* codes = a.codes + tile + kHalf * 32;
   const std::byte* prefetch = a.prefetch + tile;
   const int8_t* q = static_cast<const int8_t*>(a.q);
   __m256 s[R];
@@ -190,7 +190,7 @@ KVCELL_INLINE void ScoreInt4HalfTile(const ScoreArgs& a, int t, __m256i table) {
     __m256i acc[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.q_start[r * a.scale_stride + g]);
-    DotInt4<R, kPrefetch>(codes + c * 64, prefetch + c * 64, n, table, q + c * 8 * kCopies, a.q_stride, acc);
+    DotInt4<R, kHalf>(codes + c * 64, prefetch + c * 64, n, table, q + c * 8 * kCopies, a.q_stride, acc);
     const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
@@ -206,12 +206,12 @@ template <int R>
 void ScoreInt4(const ScoreArgs& a) {
   const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
   for (int t = 0; t < kBlockTokens; t += 16) {
-    ScoreInt4HalfTile<R, true>(a, t, table);
-    ScoreInt4HalfTile<R, false>(a, t + 8, table);
+    ScoreInt4HalfTile<R, 0>(a, t, table);
+    ScoreInt4HalfTile<R, 1>(a, t + 8, table);
   }
 }
 
-template <int R, bool kPrefetch>
+template <int R, int kHalf>
 KVCELL_INLINE void ValueInt4HalfTile(const ValueArgs& a, int d, __m256i table) {
   constexpr int kChunks = kBlockTokens / 8;
   const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * kChunks * 64;
@@ -220,8 +220,8 @@ KVCELL_INLINE void ValueInt4HalfTile(const ValueArgs& a, int d, __m256i table) {
   __m256i acc[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.w_start[r * a.n_groups + g]);
-  DotInt4<R, kPrefetch>(a.codes + tile + (kPrefetch ? 0 : 32), a.prefetch + tile, kChunks, table, w,
-                        static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
+  DotInt4<R, kHalf>(a.codes + tile + kHalf * 32, a.prefetch + tile, kChunks, table, w,
+                    static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
@@ -234,15 +234,13 @@ template <int R>
 void ValueInt4(const ValueArgs& a) {
   const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
   for (int d = 0; d < a.dim_padded; d += 16) {
-    ValueInt4HalfTile<R, true>(a, d, table);
-    ValueInt4HalfTile<R, false>(a, d + 8, table);
+    ValueInt4HalfTile<R, 0>(a, d, table);
+    ValueInt4HalfTile<R, 1>(a, d + 8, table);
   }
 }
 
 // Sums of two int32 pairs per lane group, in token order: x holds (t0 t0 t1 t1 | t2 t2 t3 t3), y the next four.
-KVCELL_INLINE __m256i SumPairs(__m256i x, __m256i y) {
-  return _mm256_permute4x64_epi64(_mm256_hadd_epi32(x, y), 0xD8);
-}
+KVCELL_INLINE __m256i SumPairs(__m256i x, __m256i y) { return _mm256_permute4x64_epi64(_mm256_hadd_epi32(x, y), 0xD8); }
 
 // int8 codes are widened to 16 bits and multiplied with 16-bit q or weights: exact to the codes' own precision.
 template <int R>
@@ -322,33 +320,39 @@ void ValueInt8(const ValueArgs& a) {
 // Into L2 alone: an f16 cell is as large as L1.
 KVCELL_INLINE void PrefetchFar(const std::byte* p) { _mm_prefetch(reinterpret_cast<const char*>(p), _MM_HINT_T1); }
 
-// sums[r][i] += x[r][n] * plane[n][i] over n < n_steps, 8 * kLanes elements i of rows that lie `row_bytes` apart: tokens of K
-// over dims, or dims of V over tokens. Every other step fetches one line at `prefetch`, so that the
-// passes over a plane spread its successor's lines evenly.
+// sums[r][i] += x[r][n] * plane[n][i] over n < n_steps, 8 * kLanes elements i of rows that lie `row_bytes` apart:
+// tokens of K over dims, or dims of V over tokens. Each step fetches as many bytes at `prefetch` as it reads, so that
+// the passes over a plane spread its successor's lines evenly.
 template <int R, int kLanes>
 KVCELL_INLINE void DotF16(const std::byte* plane, ptrdiff_t row_bytes, int n_steps, const float* x, int x_stride,
                           const std::byte* prefetch, __m256 sums[R][kLanes]) {
   for (int n = 0; n < n_steps; ++n, plane += row_bytes) {
-    if (n % 2 == 0) PrefetchFar(prefetch + n * 32);
+    if (kLanes >= 4 || n % 2 == 0) PrefetchFar(prefetch + n * 16 * kLanes);
+    if (kLanes == 8) PrefetchFar(prefetch + n * 128 + 64);
     __m256 values[kLanes];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kLanes; ++i) values[i] = LoadHalf8(plane + i * 16);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m256 factor = _mm256_broadcast_ss(x + r * x_stride + n);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
       for (int i = 0; i < kLanes; ++i) sums[r][i] = _mm256_fmadd_ps(values[i], factor, sums[r][i]);
     }
   }
 }
 
-// One or two rows take 32 lanes at once, so that their sums are not a chain of waiting additions.
+// Registers of sums per row: as many for few rows as for four, so that the sums are not a chain of waiting additions.
+template <int R>
+constexpr int kF16Lanes = R == 1   ? 8
+                          : R == 2 ? 4
+                                   : 2;
+
 template <int R, int kLanes>
 KVCELL_INLINE void ScoreF16Tile(const ScoreArgs& a, int t) {
   __m256 s[R][kLanes];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kLanes; ++i) s[r][i] = _mm256_set1_ps(a.bias[r]);
   }
   const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(a.n_tokens) * 2;
@@ -356,18 +360,16 @@ KVCELL_INLINE void ScoreF16Tile(const ScoreArgs& a, int t) {
                     a.prefetch + t * 2 * static_cast<ptrdiff_t>(a.dim), s);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kLanes; ++i) _mm256_storeu_ps(a.scores + r * kBlockTokens + t + i * 8, s[r][i]);
   }
 }
 
 template <int R>
 void ScoreF16(const ScoreArgs& a) {
-  constexpr int kLanes = R <= 2 ? 4 : 2;
+  constexpr int kLanes = kF16Lanes<R>;
   int t = a.begin / 16 * 16;
-  if (kLanes == 4) {
-    for (; t + 16 < a.end; t += 32) ScoreF16Tile<R, kLanes>(a, t);
-  }
+  for (; a.end - t > (kLanes - 2) * 8; t += kLanes * 8) ScoreF16Tile<R, kLanes>(a, t);
   for (; t < a.end; t += 16) ScoreF16Tile<R, 2>(a, t);
 }
 
@@ -376,7 +378,7 @@ KVCELL_INLINE void ValueF16Tile(const ValueArgs& a, int d) {
   __m256 s[R][kLanes];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kLanes; ++i) s[r][i] = _mm256_setzero_ps();
   }
   const ptrdiff_t row_bytes = static_cast<ptrdiff_t>(a.dim_padded) * 2;
@@ -386,7 +388,7 @@ KVCELL_INLINE void ValueF16Tile(const ValueArgs& a, int d) {
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-#pragma GCC unroll 4
+#pragma GCC unroll 8
     for (int i = 0; i < kLanes; ++i) {
       _mm256_storeu_ps(out + i * 8, _mm256_add_ps(_mm256_loadu_ps(out + i * 8), s[r][i]));
     }
@@ -395,11 +397,9 @@ KVCELL_INLINE void ValueF16Tile(const ValueArgs& a, int d) {
 
 template <int R>
 void ValueF16(const ValueArgs& a) {
-  constexpr int kLanes = R <= 2 ? 4 : 2;
+  constexpr int kLanes = kF16Lanes<R>;
   int d = 0;
-  if (kLanes == 4) {
-    for (; d + 32 <= a.dim_padded; d += 32) ValueF16Tile<R, kLanes>(a, d);
-  }
+  for (; d + kLanes * 8 <= a.dim_padded; d += kLanes * 8) ValueF16Tile<R, kLanes>(a, d);
   for (; d < a.dim_padded; d += 16) ValueF16Tile<R, 2>(a, d);
 }
 
@@ -444,8 +444,8 @@ void Softmax(float* scores, float* max, float* sum) {
   StoreRows<R>(sum, Reduce<R>(x, AddOp()));
 }
 
-// For each row the largest product p * v_scale of one group: what takes it to `top` (0 where it is too small to count) goes
-// to `inverse`, and its inverse to `w_scale` [rows][n_groups].
+// For each row the largest product p * v_scale of one group: what takes it to `top` (0 where it is too small to count)
+// goes to `inverse`, and its inverse to `w_scale` [rows][n_groups].
 template <int R>
 KVCELL_INLINE void WeightScales(const float* p, const float* v_scale, float top, int n_groups, float inverse[4],
                                 float* w_scale) {
@@ -473,7 +473,8 @@ KVCELL_INLINE void WeightScales(const float* p, const float* v_scale, float top,
 KVCELL_INLINE __m256i RoundPair(const float* p, const float* v_scale, __m256 inverse) {
   const __m256 x = _mm256_mul_ps(_mm256_loadu_ps(p), _mm256_loadu_ps(v_scale));
   const __m256 y = _mm256_mul_ps(_mm256_loadu_ps(p + 8), _mm256_loadu_ps(v_scale + 8));
-  return _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(x, inverse)), _mm256_cvtps_epi32(_mm256_mul_ps(y, inverse)));
+  return _mm256_packs_epi32(_mm256_cvtps_epi32(_mm256_mul_ps(x, inverse)),
+                            _mm256_cvtps_epi32(_mm256_mul_ps(y, inverse)));
 }
 
 KVCELL_INLINE int32_t Sum(__m256i x) {

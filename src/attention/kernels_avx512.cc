@@ -92,17 +92,18 @@ void OffsetBias(const std::byte* offset, float scale, int dim_padded, const floa
   for (int c = 0; c < dim_padded; c += 16) {
     const __m512 o = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(Load128(offset + c)));
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) s[r] = _mm512_fmadd_ps(o, _mm512_loadu_ps(q + static_cast<ptrdiff_t>(r) * q_stride + c), s[r]);
+    for (int r = 0; r < R; ++r)
+      s[r] = _mm512_fmadd_ps(o, _mm512_loadu_ps(q + static_cast<ptrdiff_t>(r) * q_stride + c), s[r]);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) bias[r] = _mm512_reduce_add_ps(s[r]) * scale;
 }
 
-// sums[r] = start[r] + levels . x[r] over `n_chunks` lines: 16 lanes of 8 values each. Low and high nibbles have sums of their
-// own, so that one row is not a chain of waiting multiplications.
+// sums[r] = start[r] + levels . x[r] over `n_chunks` lines: 16 lanes of 8 values each. Low and high nibbles have sums
+// of their own, so that one row is not a chain of waiting multiplications.
 template <int R>
-KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m512i table, const int8_t* x,
-                           ptrdiff_t x_stride, __m512i sums[R]) {
+KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m512i table,
+                           const int8_t* x, ptrdiff_t x_stride, __m512i sums[R]) {
   const __m512i nibble = _mm512_set1_epi8(15);
   __m512i high[R];
 #pragma GCC unroll 4
@@ -248,9 +249,9 @@ void ValueInt8(const ValueArgs& a) {
   }
 }
 
-// sums[r][i] += x[r][n] * plane[n][i] over n < n_steps, 16 * kLanes elements i of rows that lie `row_bytes` apart: tokens of K
-// over dims, or dims of V over tokens. Each step fetches half a line's worth per register at `prefetch`, so that the passes
-// over a plane spread its successor's lines evenly.
+// sums[r][i] += x[r][n] * plane[n][i] over n < n_steps, 16 * kLanes elements i of rows that lie `row_bytes` apart:
+// tokens of K over dims, or dims of V over tokens. Each step fetches half a line's worth per register at `prefetch`, so
+// that the passes over a plane spread its successor's lines evenly.
 template <int R, int kLanes>
 KVCELL_INLINE void DotF16(const std::byte* plane, ptrdiff_t row_bytes, int n_steps, const float* x, int x_stride,
                           const std::byte* prefetch, __m512 sums[R][kLanes]) {
@@ -366,8 +367,8 @@ void Softmax(float* scores, float* max, float* sum) {
   for (int r = 0; r < R; ++r) sum[r] = _mm512_reduce_add_ps(x[r]);
 }
 
-// The products of one row's weights with one group's scales, and what takes the largest to `top` (0 where it is too small to
-// count); the inverse of that goes to `w_scale`.
+// The products of one row's weights with one group's scales, and what takes the largest to `top` (0 where it is too
+// small to count); the inverse of that goes to `w_scale`.
 KVCELL_INLINE __m512 ScaledWeights(const float* p, const float* v_scale, float top, __m512 x[4], float* w_scale) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) x[i] = _mm512_mul_ps(_mm512_loadu_ps(p + i * 16), _mm512_loadu_ps(v_scale + i * 16));
@@ -418,7 +419,8 @@ void Weights16(const float* p, const float* v_scale, int n_groups, int16_t* w, f
 }
 
 void Scale(float* x, int n, float factor) {
-  for (int i = 0; i < n; i += 16) _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(factor)));
+  for (int i = 0; i < n; i += 16)
+    _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(factor)));
 }
 
 }  // namespace
@@ -433,8 +435,9 @@ void Scale(float* x, int n, float factor) {
 namespace kvcell::attention_internal {
 
 static bool Avx512Available() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vnni");
 }
 
 const KernelSet& Avx512Kernels() {
