@@ -6,26 +6,30 @@ KVCELL="$BUILD/release/kvcell"
 MODEL=$("$ROOT/scripts/model.sh")
 DEMO="$BUILD/demo"
 BUDGET=64MiB
-FIRST_QUESTION=${KVCELL_DEMO_FIRST:-"Using the text above, answer briefly: who is Robert Boulter?"}
-SECOND_QUESTION=${KVCELL_DEMO_SECOND:-"Which television series did he have a guest role in, in 2000?"}
-
 rm -rf "$DEMO"
 mkdir -p "$DEMO"
 "$ROOT/scripts/document.sh" >"$DEMO/document.txt"
+if grep -q '= Du Fu =' "$DEMO/document.txt"; then
+  first_question="Using the text above, answer briefly: who was Du Fu?"
+  second_question="Which television series did Robert Boulter have a guest role in, in 2000?"
+else
+  first_question="Using the text above, answer briefly: what is kvcell?"
+  second_question="What is a session?"
+fi
 
 say ""
 say "1. One process reads a document of $(wc -w <"$DEMO/document.txt") words, answers, and stores its session."
 say "   KV memory may not pass $BUDGET."
 say ""
-say "> $FIRST_QUESTION"
-"$KVCELL" run -m "$MODEL" -f "$DEMO/document.txt" -p "$FIRST_QUESTION" -n 100 --ram-budget "$BUDGET" \
+say "> $first_question"
+"$KVCELL" run -m "$MODEL" -f "$DEMO/document.txt" -p "$first_question" -n 80 --ram-budget "$BUDGET" \
   --store "$DEMO/store" --session demo --report "$DEMO/first.json"
 
 say ""
 say "2. That process has ended. Another one resumes the session from the store."
 say ""
-say "> $SECOND_QUESTION"
-"$KVCELL" run -m "$MODEL" -p "$SECOND_QUESTION" -n 100 --ram-budget "$BUDGET" \
+say "> $second_question"
+"$KVCELL" run -m "$MODEL" -p "$second_question" -n 80 --ram-budget "$BUDGET" \
   --store "$DEMO/store" --session demo --report "$DEMO/second.json"
 
 say ""
