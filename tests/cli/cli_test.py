@@ -304,10 +304,10 @@ class Resume(CliTest):
         self.assertEqual(report["tokens"], whole[4:])
 
     def test_budget_smaller_than_the_context_gives_the_same_answer(self):
-        prompt = TEXT * 8
+        prompt = TEXT * 14
         free = self.run_json("--raw", "-p", prompt, "-n", 8)
-        smallest = self.json("plan", "-m", MODEL, "--context", 1024, "--codec", "i4")["rows"][0]["minimum_ram_budget"]
-        tight = self.run_json("--raw", "-p", prompt, "-n", 8, "--ctx", 1024, "--ram-budget", smallest)
+        smallest = self.json("plan", "-m", MODEL, "--context", 2048, "--codec", "i4")["rows"][0]["minimum_ram_budget"]
+        tight = self.run_json("--raw", "-p", prompt, "-n", 8, "--ctx", 2048, "--ram-budget", smallest)
         self.assertEqual(tight["tokens"], free["tokens"])
         self.assertLessEqual(tight["kv"]["ram_peak_bytes"], smallest)
         self.assertGreater(tight["kv"]["cells"]["PERSISTED"], 0)
