@@ -45,14 +45,10 @@ fi
 install_missing() {
   "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${missing[@]}"
 }
-update_and_install() {
-  "${as_root[@]}" apt-get update && install_missing
+# Package lists may be absent or too old to fetch from; only then are they renewed.
+install_or_update() {
+  install_missing || { "${as_root[@]}" apt-get update && install_missing; }
 }
 
 say "Installing ${#missing[@]} Debian packages: ${missing[*]}"
-# Package lists may be absent or too old to fetch from; only then are they renewed.
-if ! "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive apt-get install -s "${missing[@]}" >/dev/null 2>&1; then
-  with_progress "install packages" update_and_install
-elif ! (with_progress "install packages" install_missing) 2>"$LOGS/apt-first-try.log"; then
-  with_progress "install packages" update_and_install
-fi
+with_progress "install packages" install_or_update
