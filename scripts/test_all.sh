@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Everything that can be checked on one machine, part by part; a part that fails does not stop the others.
 #
-# test_all.sh [PART...], parts: release asan tsan crash fuzz lint (all of them when none is named). The fast suite of the
+# test_all.sh [PART...], parts: release parity asan tsan crash fuzz lint (all of them when none is named). The fast suite of the
 # release build is `make test`; here all tests run, the slow ones too.
 source "$(dirname "$0")/lib.sh"
 cd "$ROOT" || exit 1
@@ -17,6 +17,8 @@ scripts/llama.sh
 scripts/model.sh >/dev/null
 
 part_release() { scripts/build.sh release && ctest --preset release-all -j "$JOBS"; }
+# Logits of the demo model beside libllama's, on the file as shipped and in f32.
+part_parity() { scripts/build.sh release && ctest --preset release-all -R RealModel --verbose; }
 part_asan() { scripts/build.sh asan && ctest --preset asan -j "$JOBS"; }
 part_tsan() { scripts/build.sh tsan && ctest --preset tsan -j "$JOBS"; }
 part_crash() {

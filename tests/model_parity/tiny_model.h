@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <ostream>
 #include <string>
 
 namespace kvcell {
@@ -21,6 +22,11 @@ struct TinyModelSpec {
   int window = 96;            // gemma3: of every layer but each second one
   uint32_t seed = 1;
 };
+
+// How a test's name shows it.
+inline void PrintTo(const TinyModelSpec& spec, std::ostream* out) {
+  *out << spec.architecture << " " << spec.n_heads << "/" << spec.n_kv_heads << "x" << spec.head_dim;
+}
 
 // Writes the model; the weights are f32. The test fails where that does not work.
 void WriteTinyModel(const TinyModelSpec& spec, const std::string& path);
