@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <numeric>
 #include <span>
 #include <vector>
 
@@ -14,8 +15,8 @@
 
 namespace kvcell {
 
-// Mean Kullback-Leibler divergence KL(p || q) over rows of n_vocab logits, in nats.
-inline double MeanKld(std::span<const float> p, std::span<const float> q, size_t n_vocab) {
+// Kullback-Leibler divergence KL(p || q) of each row of n_vocab logits, in nats.
+inline std::vector<double> RowKlds(std::span<const float> p, std::span<const float> q, size_t n_vocab) {
   EXPECT_EQ(p.size(), q.size());
   EXPECT_FALSE(p.empty());
   const auto log_sum = [n_vocab](const float* x) {
@@ -24,13 +25,23 @@ inline double MeanKld(std::span<const float> p, std::span<const float> q, size_t
     for (size_t i = 0; i < n_vocab; ++i) sum += std::exp(double{x[i]} - max);
     return max + std::log(sum);
   };
-  double total = 0;
+  std::vector<double> klds;
   for (size_t row = 0; row < p.size(); row += n_vocab) {
     const double lp = log_sum(&p[row]), lq = log_sum(&q[row]);
+    double kld = 0;
     for (size_t i = row; i < row + n_vocab; ++i)
-      total += std::exp(double{p[i]} - lp) * ((double{p[i]} - lp) - (double{q[i]} - lq));
+      kld += std::exp(double{p[i]} - lp) * ((double{p[i]} - lp) - (double{q[i]} - lq));
+    klds.push_back(kld);
   }
-  return total / static_cast<double>(p.size() / n_vocab);
+  return klds;
+}
+
+inline double Mean(const std::vector<double>& x) {
+  return std::accumulate(x.begin(), x.end(), 0.0) / static_cast<double>(x.size());
+}
+
+inline double MeanKld(std::span<const float> p, std::span<const float> q, size_t n_vocab) {
+  return Mean(RowKlds(p, q, n_vocab));
 }
 
 // Logits of every token [n_tokens, n_vocab] of a new sequence that is fed in chunks; the last size repeats.
