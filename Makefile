@@ -24,7 +24,7 @@ demo: build model
 	@scripts/demo.sh
 
 test:
-	@scripts/setup.sh test
+	@scripts/setup.sh build
 	@scripts/llama.sh
 	@scripts/model.sh
 	@scripts/build.sh release

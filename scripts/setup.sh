@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# Installs the Debian packages that a step needs, only those that are missing: setup.sh build|test|all.
+# Installs the Debian packages that a step needs, only those that are missing: setup.sh build|all.
 #
-# build: compiler, CMake and libraries; test: GoogleTest and RapidCheck too; all: clang for fuzzers and lint, and shellcheck.
+# build: compiler, CMake and libraries, those of the tests too, since one configuration serves both; all: clang for fuzzers
+# and lint, and shellcheck.
 # Says nothing and needs no rights when everything is there. KVCELL_SKIP_SETUP=1 leaves the machine alone.
 source "$(dirname "$0")/lib.sh"
 
 BUILD_PACKAGES=(ca-certificates g++ ccache cmake ninja-build pkg-config binutils python3 python3-pip
-  libfmt-dev libexpected-dev nlohmann-json3-dev libsqlite3-dev libxxhash-dev libcli11-dev libyaml-cpp-dev)
-TEST_PACKAGES=(libgtest-dev libgmock-dev librapidcheck-dev)
+  libfmt-dev libexpected-dev nlohmann-json3-dev libsqlite3-dev libxxhash-dev libcli11-dev libyaml-cpp-dev
+  libgtest-dev libgmock-dev librapidcheck-dev)
 ALL_PACKAGES=(clang clang-tidy clang-format libclang-rt-14-dev llvm shellcheck)
 
 case "${1:-build}" in
   build) packages=("${BUILD_PACKAGES[@]}") ;;
-  test) packages=("${BUILD_PACKAGES[@]}" "${TEST_PACKAGES[@]}") ;;
-  all) packages=("${BUILD_PACKAGES[@]}" "${TEST_PACKAGES[@]}" "${ALL_PACKAGES[@]}") ;;
-  *) die "usage: setup.sh build|test|all" ;;
+  all) packages=("${BUILD_PACKAGES[@]}" "${ALL_PACKAGES[@]}") ;;
+  *) die "usage: setup.sh build|all" ;;
 esac
 
 [ -n "${KVCELL_SKIP_SETUP:-}" ] && exit 0
