@@ -1,8 +1,9 @@
 // The KV cache as persistent state: the one door for inference code. Needs no model; an engine embeds this class.
 //
-// A step: Begin(batch) reserves room and names the positions; for every layer in order, Compute(layer, k, v, q, out) appends
-// the step's K and V and attends; Commit() makes the tokens part of their sequences, Abort() undoes the step. What a query
-// reads depends on positions alone: its own block and the sinks exactly, earlier blocks as their sealed cells stand.
+// A step: Begin(batch) reserves room and names the positions; for every layer in order, Compute(layer, k, v, q, out)
+// appends the step's K and V and attends; Commit() makes the tokens part of their sequences, Abort() undoes the step.
+// What a query reads depends on positions alone: its own block and the sinks exactly, earlier blocks as their sealed
+// cells stand.
 #pragma once
 
 #include <array>
@@ -29,32 +30,34 @@ std::string_view CellStateName(CellState state);  // "ACTIVE" ...
 using SequenceId = int32_t;
 
 struct CacheOptions {
-  Geometry geometry;            // [n_layers]
-  CodecSpec codec;              // of sealed blocks
-  int32_t sinks = 4;            // first tokens kept exact for every query, 0..64. More: closer to f16, bytes per sequence.
-  int32_t recent_blocks = 0;    // sealed blocks before a query's own that it reads exactly. Each costs one f16 block per sequence.
+  Geometry geometry;  // [n_layers]
+  CodecSpec codec;    // of sealed blocks
+  int32_t sinks = 4;  // first tokens kept exact for every query, 0..64. More: closer to f16, bytes per sequence.
+  // Sealed blocks before a query's own that it reads exactly. Each costs one f16 block per sequence.
+  int32_t recent_blocks = 0;
   int32_t max_step_tokens = 512;  // most tokens per step, all sequences together; sizes the exact scratch
   int32_t max_sequences = 1;      // live at once, forks included; exact cells are set aside for each
   int32_t max_threads = 0;        // most parts of a Compute; 0: as many as there are processors
-  uint64_t ram_budget = 0;      // bytes of KV memory, never passed; 0: as much as the context takes. Less: older cells are
-                                // attended from the store, slower.
-  std::string store;            // directory; needed for sessions and for a budget smaller than the context; "": none
-  uint8_t durability = 1;       // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
-  // All that decides whether stored cells may be read and that the cache can't know: weights, tokenizer, RoPE ... as named
-  // fields. Geometry, codec, exactness and format version are added by the cache.
+  uint64_t ram_budget = 0;  // bytes of KV memory, never passed; 0: as much as the context takes. Less: older cells are
+                            // attended from the store, slower.
+  std::string store;        // directory; needed for sessions and for a budget smaller than the context; "": none
+  uint8_t durability = 1;   // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
+  // All that decides whether stored cells may be read and that the cache can't know: weights, tokenizer, RoPE ... as
+  // named fields. Geometry, codec, exactness and format version are added by the cache.
   std::vector<std::pair<std::string, std::string>> identity;
-  std::string model_name;       // for people
+  std::string model_name;  // for people
 };
 
-// Bytes of KV memory a configuration takes for `n_sequences` sequences of `context` tokens, exactly as the cache allocates.
+// Bytes of KV memory a configuration takes for `n_sequences` sequences of `context` tokens, exactly as the cache
+// allocates.
 struct MemoryPlan {
-  uint64_t coded = 0;      // sealed cells
-  uint64_t exact = 0;      // open blocks, sinks, replicas; taken at the start
-  uint64_t scratch = 0;    // exact cells of one step and streaming rings; taken at the start
-  uint64_t metadata = 0;   // block and cell tables
-  uint64_t total = 0;      // coded + exact + scratch: what ram_budget bounds
-  uint64_t minimum = 0;    // the smallest ram_budget that works at this context (with a store)
-  uint64_t f16 = 0;        // the same tokens in f16
+  uint64_t coded = 0;     // sealed cells
+  uint64_t exact = 0;     // open blocks, sinks, replicas; taken at the start
+  uint64_t scratch = 0;   // exact cells of one step and streaming rings; taken at the start
+  uint64_t metadata = 0;  // block and cell tables
+  uint64_t total = 0;     // coded + exact + scratch: what ram_budget bounds
+  uint64_t minimum = 0;   // the smallest ram_budget that works at this context (with a store)
+  uint64_t f16 = 0;       // the same tokens in f16
 };
 Result<MemoryPlan> PlanMemory(const CacheOptions& options, int64_t context, int32_t n_sequences);
 
@@ -69,14 +72,14 @@ struct CellCounts {
 
 struct CacheStats {
   CellCounts cells;
-  uint64_t ram_bytes = 0;        // allocated KV memory, measured: arena pages in use
+  uint64_t ram_bytes = 0;  // allocated KV memory, measured: arena pages in use
   uint64_t ram_peak_bytes = 0;
-  uint64_t file_bytes = 0;       // of cells in the store that this cache's sequences refer to
-  uint64_t kv_bytes = 0;         // of all cells, coded and exact, wherever they are
-  uint64_t f16_bytes = 0;        // the same tokens in f16
-  double bits_per_element = 0;   // of a sealed cell
+  uint64_t file_bytes = 0;                 // of cells in the store that this cache's sequences refer to
+  uint64_t kv_bytes = 0;                   // of all cells, coded and exact, wherever they are
+  uint64_t f16_bytes = 0;                  // the same tokens in f16
+  double bits_per_element = 0;             // of a sealed cell
   uint64_t reads_ram = 0, reads_file = 0;  // cells attended
-  uint64_t approximate_reads = 0;  // coded cells read where recent_blocks promised exact ones (after a cut)
+  uint64_t approximate_reads = 0;          // coded cells read where recent_blocks promised exact ones (after a cut)
   uint64_t transitions = 0;
   uint64_t saturated = 0, not_finite = 0;  // values that append had to change
 };
@@ -92,24 +95,24 @@ struct CellInfo {
   std::string storage_path;              // "" in RAM
   uint64_t offset = 0, length = 0, checksum = 0;
   uint32_t refs = 0, reads = 0;
-  int64_t last_access = 0;               // step number
+  int64_t last_access = 0;  // step number
 };
 
 // A session brought back from the store.
 struct OpenedSession {
   SequenceId sequence = 0;
-  std::vector<Token> tokens;    // as saved; positions [0, usable) are in the sequence, the rest must be appended again
+  std::vector<Token> tokens;  // as saved; positions [0, usable) are in the sequence, the rest must be appended again
   int64_t usable = 0;
-  std::vector<float> logits;    // of the last token; empty unless usable == tokens.size()
+  std::vector<float> logits;  // of the last token; empty unless usable == tokens.size()
   std::string extras;
-  std::string note;             // why usable < tokens.size(): which cell of which file is damaged; "" otherwise
+  std::string note;  // why usable < tokens.size(): which cell of which file is damaged; "" otherwise
 };
 
 // Thread-compatible: one thread drives it; Compute's parts alone may run on several.
 class Cache {
  public:
-  // kInvalidArgument (geometry, options), kOutOfBudget naming the smallest budget that would do, or what the store's opening
-  // gives. Reserves address space; pages are taken as cells come.
+  // kInvalidArgument (geometry, options), kOutOfBudget naming the smallest budget that would do, or what the store's
+  // opening gives. Reserves address space; pages are taken as cells come.
   static Result<std::unique_ptr<Cache>> Open(const CacheOptions& options);
   virtual ~Cache() = default;
 
@@ -129,10 +132,10 @@ class Cache {
   // Starts a step. Room for all its cells is found now, by moving older cells to the store if need be: kOutOfBudget or
   // kNoSpace change nothing. The step's rows are the items' tokens in order.
   virtual Status Begin(std::span<const StepItem> items) = 0;
-  // Appends K and V of the step's rows to layer `layer` and attends: k [n_rows, n_kv_heads, dk], v [n_rows, n_kv_heads, dv],
-  // q [n_rows, n_heads, dk] in f32, after RoPE; out [n_rows, n_heads, dv]. Layers in order, each once. To run on several
-  // threads, all of parts 0..n_parts-1 are called with the same arguments at the same time (they meet at a barrier inside).
-  // Errors are kept for Commit; out then means nothing.
+  // Appends K and V of the step's rows to layer `layer` and attends: k [n_rows, n_kv_heads, dk], v [n_rows, n_kv_heads,
+  // dv], q [n_rows, n_heads, dk] in f32, after RoPE; out [n_rows, n_heads, dv]. Layers in order, each once. To run on
+  // several threads, all of parts 0..n_parts-1 are called with the same arguments at the same time (they meet at a
+  // barrier inside). Errors are kept for Commit; out then means nothing.
   virtual void Compute(int layer, const float* k, const float* v, const float* q, float* out, int part = 0,
                        int n_parts = 1) noexcept = 0;
   // The same in two calls, on one thread.
@@ -145,9 +148,9 @@ class Cache {
   // Stores the sequence under `name` (one transaction; an older session of that name is replaced or stays intact).
   virtual Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits,
                       const std::string& extras) = 0;
-  // Brings a session back. kNotFound; kMismatch naming the identity field that differs; kBusy naming the process that holds
-  // it. Damage shortens `usable` and is told in `note`. The session stays locked for
-  // writing until the sequence is freed.
+  // Brings a session back. kNotFound; kMismatch naming the identity field that differs; kBusy naming the process that
+  // holds it. Damage shortens `usable` and is told in `note`. The session stays locked for writing until the sequence
+  // is freed.
   virtual Result<OpenedSession> OpenSession(const std::string& name) = 0;
 
   virtual CacheStats Stats() const = 0;

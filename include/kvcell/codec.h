@@ -19,8 +19,8 @@ struct SideSpec {
   Levels levels = Levels::kUniform;  // codebook of an int4 side; uniform is symmetric, -8..7 times the scale
   bool rotate = false;               // Hadamard rotation along the head before coding (QuaRot, arXiv 2404.00456)
   bool channel_offset = false;       // the mean of each channel over the block is taken off and stored (K biases)
-  uint16_t group = 64;               // values per scale: 32, 64 or 128 along the head; a group larger than the head covers
-                                     // rows of consecutive tokens, never another head; the last group may be short
+  uint16_t group = 64;  // values per scale: 32, 64 or 128 along the head; a group larger than the head covers
+                        // rows of consecutive tokens, never another head; the last group may be short
 
   bool operator==(const SideSpec&) const = default;
 };
@@ -35,8 +35,8 @@ struct CodecSpec {
 };
 
 // Reads a preset (`f16`, `i8`, `i4`) or `k=SIDE,v=SIDE`, SIDE being a codec's name followed by `:` parts:
-// `f16`, `int8:g64`, `int4:g64:lloyd:rot:off`, `int4:g128:sym`. An unknown word is kInvalidArgument, and the message names
-// it and what is allowed.
+// `f16`, `int8:g64`, `int4:g64:lloyd:rot:off`, `int4:g128:sym`. An unknown word is kInvalidArgument, and the message
+// names it and what is allowed.
 Result<CodecSpec> ParseCodec(std::string_view text);
 
 // The canonical `k=...,v=...` text: ParseCodec(CodecText(s)) == s. It is part of a stored cell's identity.

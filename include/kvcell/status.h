@@ -8,8 +8,8 @@
 
 namespace kvcell {
 
-// What went wrong, as a closed set: callers switch on it, exit codes and tests rely on the numbers. After any of these the
-// process lives on and nothing that was stored is lost; the comment says what is still usable.
+// What went wrong, as a closed set: callers switch on it, exit codes and tests rely on the numbers. After any of these
+// the process lives on and nothing that was stored is lost; the comment says what is still usable.
 enum class StatusCode : int {
   kOk = 0,
   kInvalidArgument = 1,  // the request itself is wrong (unknown codec, bad name); nothing was changed
@@ -59,14 +59,14 @@ inline tl::unexpected<Status> Fail(Status status) { return tl::unexpected<Status
 }  // namespace kvcell
 
 // Returns early with the Status of `expr` (a Status) unless it is ok; works in functions that return Status.
-#define KVCELL_RETURN_IF_ERROR(expr)                            \
-  do {                                                          \
+#define KVCELL_RETURN_IF_ERROR(expr)                                                           \
+  do {                                                                                         \
     if (::kvcell::Status kvcell_status_ = (expr); !kvcell_status_.ok()) return kvcell_status_; \
   } while (false)
 
 // The same for functions that return Result<T>.
-#define KVCELL_FAIL_IF_ERROR(expr)                              \
-  do {                                                          \
-    if (::kvcell::Status kvcell_status_ = (expr); !kvcell_status_.ok())                        \
-      return ::kvcell::Fail(std::move(kvcell_status_));         \
+#define KVCELL_FAIL_IF_ERROR(expr)                                      \
+  do {                                                                  \
+    if (::kvcell::Status kvcell_status_ = (expr); !kvcell_status_.ok()) \
+      return ::kvcell::Fail(std::move(kvcell_status_));                 \
   } while (false)

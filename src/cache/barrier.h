@@ -10,7 +10,8 @@
 
 namespace kvcell {
 
-// Spins, since the threads arrive within microseconds of each other, but yields when one is late (more threads than processors).
+// Spins, since the threads arrive within microseconds of each other, but yields when one is late (more threads than
+// processors).
 class Barrier {
  public:
   // Returns when n_parts threads have called it. What each did before is visible to all after.

@@ -16,7 +16,8 @@ constexpr int kCacheFormat = 1;
 std::string GeometryText(const Geometry& geometry) {
   std::string text;
   for (const LayerGeometry& g : geometry) {
-    text += fmt::format("{}/{}x{}/{}w{}s{}c{};", g.n_heads, g.n_kv_heads, g.head_dim_k, g.head_dim_v, g.window, g.scale, g.softcap);
+    text += fmt::format("{}/{}x{}/{}w{}s{}c{};", g.n_heads, g.n_kv_heads, g.head_dim_k, g.head_dim_v, g.window, g.scale,
+                        g.softcap);
   }
   return text;
 }
@@ -36,9 +37,10 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
   const uint64_t scratch = ScratchBytes(*map, options);
   const uint64_t minimum = shape.fixed_bytes + shape.minimum_coded + scratch;
   if (options.ram_budget < minimum) {
-    return Fail(StatusCode::kOutOfBudget,
-                fmt::format("a RAM budget of {} bytes is too small for this model and step size; the smallest that works is {}",
-                            options.ram_budget, minimum));
+    return Fail(
+        StatusCode::kOutOfBudget,
+        fmt::format("a RAM budget of {} bytes is too small for this model and step size; the smallest that works is {}",
+                    options.ram_budget, minimum));
   }
   std::unique_ptr<CacheImpl> cache(new CacheImpl(options));
   if (!options.store.empty()) {
@@ -64,7 +66,8 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
   cache->identity_.emplace_back("codec", CodecText(options.codec));
   cache->identity_.emplace_back("sinks", std::to_string(options.sinks));
   cache->identity_.emplace_back("recent_blocks", std::to_string(options.recent_blocks));
-  cache->identity_.emplace_back("format", fmt::format("block{} cell{} cache{}", kBlockTokens, kCellVersion, kCacheFormat));
+  cache->identity_.emplace_back("format",
+                                fmt::format("block{} cell{} cache{}", kBlockTokens, kCellVersion, kCacheFormat));
   std::string text;
   for (const auto& [field, value] : cache->identity_) text += field + '\0' + value + '\0';
   cache->identity_digest_ = Checksum128(std::as_bytes(std::span(text)));
@@ -72,7 +75,8 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
   const CellMap& cells = cache->memory_->map();
   for (const LayerCells& layer : cells.layers) {
     const LayerGeometry& g = layer.geometry;
-    cache->heads_.push_back({.dk = g.head_dim_k, .dv = g.head_dim_v, .scale = g.scale, .softcap = g.softcap, .coded = layer.coded});
+    cache->heads_.push_back(
+        {.dk = g.head_dim_k, .dv = g.head_dim_v, .scale = g.scale, .softcap = g.softcap, .coded = layer.coded});
   }
   cache->sequences_.resize(static_cast<size_t>(options.max_sequences));
   cache->scratch_.resize(StepScratchBytes(cells, options));
@@ -109,7 +113,8 @@ Result<SequenceId> CacheImpl::Create() {
     sequences_[i] = std::make_unique<Sequence>();
     return static_cast<SequenceId>(i);
   }
-  return Fail(StatusCode::kOutOfBudget, fmt::format("all {} sequences are in use; free one or raise max_sequences", sequences_.size()));
+  return Fail(StatusCode::kOutOfBudget,
+              fmt::format("all {} sequences are in use; free one or raise max_sequences", sequences_.size()));
 }
 
 Result<SequenceId> CacheImpl::Fork(SequenceId parent_id) {
@@ -145,7 +150,8 @@ Result<int64_t> CacheImpl::Trim(SequenceId id, int64_t length) {
   if (in_step_) return Fail(InStep("Trim"));
   Sequence* sequence = Find(id);
   if (sequence == nullptr) return Fail(NoSequence(id));
-  if (length < 0) return Fail(StatusCode::kInvalidArgument, fmt::format("can't trim to {} tokens; give 0 or more", length));
+  if (length < 0)
+    return Fail(StatusCode::kInvalidArgument, fmt::format("can't trim to {} tokens; give 0 or more", length));
   const auto now = static_cast<int64_t>(sequence->tokens.size());
   if (length >= now) return now;
   const auto inside = static_cast<size_t>(length / kBlockTokens);
@@ -198,7 +204,8 @@ Status CacheImpl::CheckItems(std::span<const StepItem> items) const {
       return Status(StatusCode::kInvalidArgument, fmt::format("sequence {} is in the step twice", item.sequence));
     }
     if (item.tokens.empty()) {
-      return Status(StatusCode::kInvalidArgument, fmt::format("sequence {} is in the step without tokens", item.sequence));
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("sequence {} is in the step without tokens", item.sequence));
     }
     rows += item.tokens.size();
   }
@@ -243,7 +250,8 @@ Status CacheImpl::PlanSequence(const StepItem& item, int32_t first_row, int32_t*
     kept.first_row = first_row + static_cast<int32_t>(b * kBlockTokens + static_cast<size_t>(kept.begin) - start);
     kept.seals = kept.end == kBlockTokens;
     Block& block = *kept.block;
-    std::copy_n(item.tokens.begin() + (kept.first_row - first_row), kept.end - kept.begin, block.tokens.begin() + kept.begin);
+    std::copy_n(item.tokens.begin() + (kept.first_row - first_row), kept.end - kept.begin,
+                block.tokens.begin() + kept.begin);
     const bool stays_exact = !kept.seals || b + static_cast<size_t>(options_.recent_blocks) >= n_sealed;
     if (kept.is_new && !stays_exact) kept.scratch = (*scratch)++;
     if (kept.is_new && stays_exact) KVCELL_RETURN_IF_ERROR(memory_->CreateExact(&block));
@@ -362,7 +370,8 @@ void CacheImpl::DropPassed(Sequence* sequence) {
   if (memory_->map().shapes[kWindowLayers].layers.empty()) return;
   int64_t widest = 0;
   for (const LayerGeometry& layer : options_.geometry) widest = std::max<int64_t>(widest, layer.window);
-  // The next query is at position `length` and sees [length - window + 1, length]. A fork that is behind still needs the cells.
+  // The next query is at position `length` and sees [length - window + 1, length]. A fork that is behind still needs
+  // the cells.
   const int64_t oldest = static_cast<int64_t>(sequence->tokens.size()) - widest + 1;
   size_t& floor = sequence->window_floor;
   for (; static_cast<int64_t>(floor + 1) * kBlockTokens <= oldest && sequence->blocks[floor]->refs == 1; ++floor) {
@@ -405,12 +414,14 @@ CacheStats CacheImpl::Stats() const {
     }
   }
   for (const auto& sequence : sequences_) {
-    if (sequence != nullptr) stats.f16_bytes += F16Bytes(options_.geometry, static_cast<int64_t>(sequence->tokens.size()));
+    if (sequence != nullptr)
+      stats.f16_bytes += F16Bytes(options_.geometry, static_cast<int64_t>(sequence->tokens.size()));
   }
   const LayerCells& first = map.layers.front();
   stats.bits_per_element =
-      elements != 0 ? 8.0 * static_cast<double>(coded_bytes) / static_cast<double>(elements)
-                    : CodecBitsPerElement(options_.codec, first.geometry.head_dim_k, first.geometry.head_dim_v).value_or(0.0);
+      elements != 0
+          ? 8.0 * static_cast<double>(coded_bytes) / static_cast<double>(elements)
+          : CodecBitsPerElement(options_.codec, first.geometry.head_dim_k, first.geometry.head_dim_v).value_or(0.0);
   stats.ram_bytes = memory_->committed();
   stats.ram_peak_bytes = memory_->peak_committed();
   stats.reads_ram = reads_ram_.load(std::memory_order_relaxed);

@@ -22,8 +22,8 @@ namespace kvcell {
 struct Sequence {
   std::vector<Block*> blocks;  // [ceil(tokens / 64)]; the last one is open unless the length is a multiple of 64
   std::vector<Token> tokens;
-  size_t window_floor = 0;     // blocks before it have given up their sliding-window cells
-  size_t replica_floor = 0;    // sealed blocks before it have given up their exact cells
+  size_t window_floor = 0;   // blocks before it have given up their sliding-window cells
+  size_t replica_floor = 0;  // sealed blocks before it have given up their exact cells
   std::unique_ptr<Store::SessionLock> lock;
   std::string locked_name;
 };
@@ -40,16 +40,16 @@ struct StepBlock {
 
 struct StepSequence {
   Sequence* sequence = nullptr;
-  std::vector<Token> tokens;   // that this step appends
-  size_t first_block = 0;      // index in the sequence of blocks[0]
+  std::vector<Token> tokens;  // that this step appends
+  size_t first_block = 0;     // index in the sequence of blocks[0]
   std::vector<StepBlock> blocks;
 };
 
 // Query rows of one step block: all its new tokens, one KV head at a time.
 struct Tile {
   const StepSequence* owner = nullptr;
-  size_t index = 0;            // into owner->blocks
-  int32_t n_segments = 0;      // of coded blocks before it; one more with the exact cells follows
+  size_t index = 0;        // into owner->blocks
+  int32_t n_segments = 0;  // of coded blocks before it; one more with the exact cells follows
 };
 
 // What one thread works with; grows once.
@@ -78,13 +78,15 @@ class CacheImpl final : public Cache {
   std::span<const Token> Tokens(SequenceId sequence) const override;
 
   Status Begin(std::span<const StepItem> items) override;
-  void Compute(int layer, const float* k, const float* v, const float* q, float* out, int part, int n_parts) noexcept override;
+  void Compute(int layer, const float* k, const float* v, const float* q, float* out, int part,
+               int n_parts) noexcept override;
   Status Append(int layer, const float* k, const float* v) override;
   Status Attend(int layer, const float* q, float* out) override;
   Status Commit() override;
   void Abort() override;
 
-  Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits, const std::string& extras) override;
+  Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits,
+              const std::string& extras) override;
   Result<OpenedSession> OpenSession(const std::string& name) override;
 
   CacheStats Stats() const override;
@@ -108,12 +110,13 @@ class CacheImpl final : public Cache {
   // compute.cc: one layer of a step
   void AppendPart(int layer, const float* k, const float* v, int part, int n_parts);
   void AttendPart(int layer, const float* q, float* out, int part);
-  void AppendBlock(const LayerCells& layer, int layer_index, const StepBlock& step, uint16_t head, const float* k, const float* v,
-                   SanitizeCounts* counts);
+  void AppendBlock(const LayerCells& layer, int layer_index, const StepBlock& step, uint16_t head, const float* k,
+                   const float* v, SanitizeCounts* counts);
   const std::byte* ExactCell(const LayerCells& layer, const StepBlock& step, uint16_t head) const;
-  void SetRows(const LayerCells& layer, const Tile& tile, uint16_t head, const float* q, float* out, Worker* worker) const;
-  Status AttendSegment(const LayerCells& layer, const Tile& tile, uint16_t head, int32_t segment, const PreparedQueries& queries,
-                       Worker* worker, Partial* state);
+  void SetRows(const LayerCells& layer, const Tile& tile, uint16_t head, const float* q, float* out,
+               Worker* worker) const;
+  Status AttendSegment(const LayerCells& layer, const Tile& tile, uint16_t head, int32_t segment,
+                       const PreparedQueries& queries, Worker* worker, Partial* state);
   Status ExactCells(const LayerCells& layer, const Tile& tile, uint16_t head, Worker* worker);
   void AttendWhole(int layer, const Tile& tile, uint16_t head, const float* q, float* out, Worker* worker);
   void AttendSplit(int layer, const float* q, float* out, Worker* worker);
@@ -125,11 +128,11 @@ class CacheImpl final : public Cache {
   Result<size_t> BringBack(const SessionRecord& record, Sequence* sequence, std::string* note);
 
   CacheOptions options_;
-  Identity identity_;        // options_.identity and what the cache adds
+  Identity identity_;  // options_.identity and what the cache adds
   BlockKey identity_digest_{};
   std::unique_ptr<Store> store_;
   std::unique_ptr<CellMemory> memory_;
-  std::vector<HeadContext> heads_;  // [n_layers]
+  std::vector<HeadContext> heads_;                    // [n_layers]
   std::vector<std::unique_ptr<Sequence>> sequences_;  // by id; null: free
 
   // The step under way.
@@ -138,23 +141,24 @@ class CacheImpl final : public Cache {
   std::vector<Tile> tiles_;
   int32_t step_rows_ = 0;
   int64_t n_steps_ = 0;
-  std::vector<std::byte> scratch_;       // exact cells of blocks that begin and end within the step, one layer at a time
+  std::vector<std::byte> scratch_;  // exact cells of blocks that begin and end within the step, one layer at a time
   std::unique_ptr<std::atomic<uint32_t>[]> next_unit_;  // [n_layers] work handed out in AttendPart
   Barrier barrier_;
-  std::vector<Worker> workers_;          // [max_threads]
+  std::vector<Worker> workers_;  // [max_threads]
   std::mutex error_mutex_;
-  Status error_;                         // first error of the step
+  Status error_;  // first error of the step
   std::atomic<uint64_t> reads_ram_{0}, reads_file_{0}, approximate_reads_{0};
   std::atomic<uint64_t> saturated_{0}, not_finite_{0};
 
-  // Split mode, for few rows: segments of one tile and head are attended by several threads, and the last to finish merges.
+  // Split mode, for few rows: segments of one tile and head are attended by several threads, and the last to finish
+  // merges.
   struct SplitUnit {
     std::vector<Partial> partials;  // [n_segments + 1] at least
     std::atomic<int32_t> left{0};   // segments not yet attended
   };
   bool split_ = false;
-  uint32_t split_segments_ = 0;     // of all tiles together, for one head
-  size_t split_heads_ = 0;          // of the layer that has most
+  uint32_t split_segments_ = 0;                          // of all tiles together, for one head
+  size_t split_heads_ = 0;                               // of the layer that has most
   std::vector<std::unique_ptr<SplitUnit>> split_units_;  // [tiles][split_heads], reused
 };
 

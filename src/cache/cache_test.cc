@@ -1,4 +1,5 @@
-// Cold = chunked = forked = trimmed = batched = threaded, and all of them close to plain attention over the same values.
+// Cold = chunked = forked = trimmed = batched = threaded, and all of them close to plain attention over the same
+// values.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -19,8 +20,10 @@ std::vector<std::vector<float>> Cold(const CacheOptions& options, std::span<cons
 }
 
 // Plain attention in double over unrounded values: what f16 cells must come very close to and INT4 cells close.
-std::vector<double> PlainRow(const LayerGeometry& g, std::span<const Token> tokens, int64_t position, int layer, int head) {
-  const auto q = MadeRows(tokens.subspan(static_cast<size_t>(position), 1), position, layer, 2, g.n_heads, g.head_dim_k);
+std::vector<double> PlainRow(const LayerGeometry& g, std::span<const Token> tokens, int64_t position, int layer,
+                             int head) {
+  const auto q =
+      MadeRows(tokens.subspan(static_cast<size_t>(position), 1), position, layer, 2, g.n_heads, g.head_dim_k);
   const int kv = head / g.group();
   const int64_t begin = g.window > 0 ? std::max<int64_t>(0, position - g.window + 1) : 0;
   std::vector<double> scores;
@@ -50,8 +53,8 @@ std::vector<double> PlainRow(const LayerGeometry& g, std::span<const Token> toke
   return out;
 }
 
-double RelativeError(const Geometry& geometry, std::span<const Token> tokens, const std::vector<std::vector<float>>& rows,
-                     std::initializer_list<int64_t> positions) {
+double RelativeError(const Geometry& geometry, std::span<const Token> tokens,
+                     const std::vector<std::vector<float>>& rows, std::initializer_list<int64_t> positions) {
   double error = 0, power = 0;
   for (const int64_t position : positions) {
     size_t at = 0;
@@ -92,7 +95,8 @@ TEST(Cache, SlidingWindowSeesItsWindowOnly) {
     const auto tokens = MadeTokens(300);
     for (const auto& chunks : {std::vector<size_t>{1}, {512}, {100}}) {
       const auto rows = Cold(options, tokens, chunks);
-      EXPECT_LT(RelativeError(options.geometry, tokens, rows, {0, 63, 64, 65, 127, 128, 163, 200, 299}), 1e-3) << window;
+      EXPECT_LT(RelativeError(options.geometry, tokens, rows, {0, 63, 64, 65, 127, 128, 163, 200, 299}), 1e-3)
+          << window;
     }
   }
 }
@@ -100,7 +104,8 @@ TEST(Cache, SlidingWindowSeesItsWindowOnly) {
 TEST(Cache, LayersOfDifferentShapes) {  // field case B8
   Geometry geometry = MadeGeometry(1, 4, 2, 64);
   geometry.push_back({.n_heads = 6, .n_kv_heads = 1, .head_dim_k = 128, .head_dim_v = 96, .window = 70, .scale = 0.1f});
-  geometry.push_back({.n_heads = 3, .n_kv_heads = 3, .head_dim_k = 80, .head_dim_v = 80, .scale = 0.1f, .softcap = 20.0f});
+  geometry.push_back(
+      {.n_heads = 3, .n_kv_heads = 3, .head_dim_k = 80, .head_dim_v = 80, .scale = 0.1f, .softcap = 20.0f});
   const auto tokens = MadeTokens(260);
   const auto options = MadeOptions("f16", geometry);
   const auto rows = Cold(options, tokens, {100});
@@ -116,7 +121,8 @@ TEST(Cache, ChunkingChangesNothing) {  // field cases A17, B3, B14, B19, B20
       const auto tokens = MadeTokens(270);
       const auto whole = Cold(options, tokens);
       for (const auto& chunks : std::vector<std::vector<size_t>>{{1}, {7, 33, 100}, {64}, {63, 2, 64}, {129}}) {
-        EXPECT_EQ(Cold(options, tokens, chunks), whole) << "recent " << recent << " sinks " << sinks << " chunk " << chunks[0];
+        EXPECT_EQ(Cold(options, tokens, chunks), whole)
+            << "recent " << recent << " sinks " << sinks << " chunk " << chunks[0];
       }
     }
   }
@@ -127,8 +133,10 @@ TEST(Cache, RecentBlocksAreExact) {  // field case A19
   options.recent_blocks = 2;
   const auto tokens = MadeTokens(400);
   const auto rows = Cold(options, tokens, {1});
-  EXPECT_LT(RelativeError(options.geometry, tokens, rows, {100, 127, 128, 191}), 1e-3) << "all within own and two recent blocks";
-  EXPECT_GT(RelativeError(options.geometry, tokens, rows, {192, 255, 399}), 1e-3) << "block 0 is read as its codes from here";
+  EXPECT_LT(RelativeError(options.geometry, tokens, rows, {100, 127, 128, 191}), 1e-3)
+      << "all within own and two recent blocks";
+  EXPECT_GT(RelativeError(options.geometry, tokens, rows, {192, 255, 399}), 1e-3)
+      << "block 0 is read as its codes from here";
 }
 
 TEST(Cache, ThreadsChangeNothing) {
@@ -144,7 +152,8 @@ TEST(Cache, ThreadsChangeNothing) {
     const StepItem item{sequence, chunk};
     ASSERT_TRUE(cache->Begin({&item, 1}).ok());
     const auto start = static_cast<int64_t>(at);
-    const auto k = MadeRows(chunk, start, 0, 0, 2, 64), v = MadeRows(chunk, start, 0, 1, 2, 64), q = MadeRows(chunk, start, 0, 2, 6, 64);
+    const auto k = MadeRows(chunk, start, 0, 0, 2, 64), v = MadeRows(chunk, start, 0, 1, 2, 64),
+               q = MadeRows(chunk, start, 0, 2, 6, 64);
     std::vector<float> out(n * 6 * 64);
     std::vector<std::thread> threads;
     for (int part = 0; part < 3; ++part) {
@@ -153,7 +162,9 @@ TEST(Cache, ThreadsChangeNothing) {
     for (auto& thread : threads) thread.join();
     ASSERT_TRUE(cache->Commit().ok());
     for (size_t r = 0; r < n; ++r) {
-      ASSERT_TRUE(std::equal(alone[at + r].begin(), alone[at + r].end(), out.begin() + static_cast<std::ptrdiff_t>(r * 6 * 64))) << at + r;
+      ASSERT_TRUE(
+          std::equal(alone[at + r].begin(), alone[at + r].end(), out.begin() + static_cast<std::ptrdiff_t>(r * 6 * 64)))
+          << at + r;
     }
     at += n;
   }
@@ -204,7 +215,10 @@ TEST(Cache, TrimThenAppendEqualsCold) {  // field cases B12, C7, C22
     Feed(cache.get(), sequence, tokens);
     const int64_t from = cache->Trim(sequence, cut).value();
     const int64_t kept = std::min<int64_t>(cut, 300);
-    EXPECT_EQ(from, cut >= 300 ? 300 : cut >= 256 ? cut : cut - cut % 64) << "a cut inside a sealed block goes to its start";
+    EXPECT_EQ(from, cut >= 300   ? 300
+                    : cut >= 256 ? cut
+                                 : cut - cut % 64)
+        << "a cut inside a sealed block goes to its start";
     std::vector<Token> joined(tokens.begin(), tokens.begin() + kept);
     joined.insert(joined.end(), other.begin(), other.end());
     const auto rows = Feed(cache.get(), sequence, std::span(joined).subspan(static_cast<size_t>(from)), {50});
@@ -249,11 +263,13 @@ TEST(Cache, BatchedEqualsAlone) {  // field case A20
   const SequenceId ids[] = {cache->Create().value(), cache->Create().value(), cache->Create().value()};
   Feed(cache.get(), ids[0], std::span(a).first(130));
   Feed(cache.get(), ids[1], std::span(b).first(5));
-  const StepItem items[] = {{ids[0], std::span(a).subspan(130, 1)}, {ids[1], std::span(b).subspan(5, 70)}, {ids[2], std::span(c).first(64)}};
+  const StepItem items[] = {
+      {ids[0], std::span(a).subspan(130, 1)}, {ids[1], std::span(b).subspan(5, 70)}, {ids[2], std::span(c).first(64)}};
   const auto rows = RunStep(cache.get(), items).value();
   const auto alone_a = Cold(options, a), alone_b = Cold(options, b), alone_c = Cold(options, c);
   EXPECT_EQ(rows[0], alone_a[130]);
-  EXPECT_THAT(std::vector(rows.begin() + 1, rows.begin() + 71), Eq(std::vector(alone_b.begin() + 5, alone_b.begin() + 75)));
+  EXPECT_THAT(std::vector(rows.begin() + 1, rows.begin() + 71),
+              Eq(std::vector(alone_b.begin() + 5, alone_b.begin() + 75)));
   EXPECT_THAT(std::vector(rows.begin() + 71, rows.end()), Eq(std::vector(alone_c.begin(), alone_c.begin() + 64)));
 }
 
@@ -329,7 +345,8 @@ TEST(Cache, WrongUseIsAnErrorAndChangesNothing) {
   EXPECT_EQ(begin({{sequence, std::span(tokens)}}), StatusCode::kInvalidArgument) << "600 tokens, 512 allowed";
   EXPECT_EQ(begin({{99, std::span(tokens).first(1)}}), StatusCode::kNotFound);
   EXPECT_EQ(begin({{-1, std::span(tokens).first(1)}}), StatusCode::kNotFound);
-  EXPECT_EQ(begin({{sequence, std::span(tokens).first(1)}, {sequence, std::span(tokens).first(1)}}), StatusCode::kInvalidArgument);
+  EXPECT_EQ(begin({{sequence, std::span(tokens).first(1)}, {sequence, std::span(tokens).first(1)}}),
+            StatusCode::kInvalidArgument);
   EXPECT_EQ(cache->Commit().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(begin({{sequence, std::span(tokens).first(1)}}), StatusCode::kOk);
   EXPECT_EQ(begin({{sequence, std::span(tokens).first(1)}}), StatusCode::kBusy);

@@ -1,5 +1,5 @@
-// A made-up model for cache tests: q, k and v are a fixed function of token, position, layer and head, so that any way of
-// feeding the same tokens must give the same answers.
+// A made-up model for cache tests: q, k and v are a fixed function of token, position, layer and head, so that any way
+// of feeding the same tokens must give the same answers.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -56,8 +56,10 @@ inline std::vector<Token> MadeTokens(int64_t n, uint32_t seed = 1) {
 
 // About normal, from a hash of what it belongs to.
 inline float MadeValue(Token token, int64_t position, int layer, int kind, int index) {
-  uint64_t x = static_cast<uint64_t>(token) * 0x9e3779b97f4a7c15u + static_cast<uint64_t>(position) * 0xbf58476d1ce4e5b9u +
-               static_cast<uint64_t>(layer * 4 + kind) * 0x94d049bb133111ebu + static_cast<uint64_t>(index) * 0x2545f4914f6cdd1du;
+  uint64_t x = static_cast<uint64_t>(token) * 0x9e3779b97f4a7c15u +
+               static_cast<uint64_t>(position) * 0xbf58476d1ce4e5b9u +
+               static_cast<uint64_t>(layer * 4 + kind) * 0x94d049bb133111ebu +
+               static_cast<uint64_t>(index) * 0x2545f4914f6cdd1du;
   float sum = 0.0f;
   for (int i = 0; i < 4; ++i) {
     x ^= x >> 31;
@@ -68,15 +70,18 @@ inline float MadeValue(Token token, int64_t position, int layer, int kind, int i
   return sum * 1.7f;
 }
 
-inline std::vector<float> MadeRows(std::span<const Token> tokens, int64_t start, int layer, int kind, int n_heads, int dim) {
+inline std::vector<float> MadeRows(std::span<const Token> tokens, int64_t start, int layer, int kind, int n_heads,
+                                   int dim) {
   std::vector<float> rows;
   for (size_t t = 0; t < tokens.size(); ++t) {
-    for (int i = 0; i < n_heads * dim; ++i) rows.push_back(MadeValue(tokens[t], start + static_cast<int64_t>(t), layer, kind, i));
+    for (int i = 0; i < n_heads * dim; ++i)
+      rows.push_back(MadeValue(tokens[t], start + static_cast<int64_t>(t), layer, kind, i));
   }
   return rows;
 }
 
-// One step of several sequences; returns each row's output over all layers, [n_rows][n_layers * n_heads * dv], in step order.
+// One step of several sequences; returns each row's output over all layers, [n_rows][n_layers * n_heads * dv], in step
+// order.
 inline Result<std::vector<std::vector<float>>> RunStep(Cache* cache, std::span<const StepItem> items) {
   const Geometry& geometry = cache->options().geometry;
   std::vector<int64_t> starts;
@@ -114,8 +119,8 @@ inline std::vector<std::vector<float>> Feed(Cache* cache, SequenceId sequence, s
   std::vector<std::vector<float>> all;
   size_t at = 0;
   for (size_t i = 0; at < tokens.size(); ++i) {
-    const size_t most = std::min(chunks[std::min(i, chunks.size() - 1)],
-                                 static_cast<size_t>(cache->options().max_step_tokens));
+    const size_t most =
+        std::min(chunks[std::min(i, chunks.size() - 1)], static_cast<size_t>(cache->options().max_step_tokens));
     const size_t n = std::min(most, tokens.size() - at);
     const StepItem item{sequence, tokens.subspan(at, n)};
     auto rows = RunStep(cache, {&item, 1});

@@ -8,7 +8,8 @@
 
 namespace kvcell {
 
-void CacheImpl::Compute(int layer, const float* k, const float* v, const float* q, float* out, int part, int n_parts) noexcept {
+void CacheImpl::Compute(int layer, const float* k, const float* v, const float* q, float* out, int part,
+                        int n_parts) noexcept {
   if (!in_step_) return;
   if (static_cast<size_t>(n_parts) > workers_.size()) {
     KeepError(Status(StatusCode::kInvalidArgument,
@@ -60,8 +61,8 @@ void CacheImpl::AppendPart(int layer_index, const float* k, const float* v, int 
   if (counts.not_finite != 0) not_finite_.fetch_add(counts.not_finite, std::memory_order_relaxed);
 }
 
-void CacheImpl::AppendBlock(const LayerCells& layer, int layer_index, const StepBlock& step, uint16_t head, const float* k,
-                            const float* v, SanitizeCounts* counts) {
+void CacheImpl::AppendBlock(const LayerCells& layer, int layer_index, const StepBlock& step, uint16_t head,
+                            const float* k, const float* v, SanitizeCounts* counts) {
   Block& block = *step.block;
   const CellEntry& cell = block.cells[layer.first_cell + head];
   auto* exact = const_cast<std::byte*>(ExactCell(layer, step, head));
@@ -134,7 +135,8 @@ Status CacheImpl::ExactCells(const LayerCells& layer, const Tile& tile, uint16_t
       cell.bytes = in_step ? ExactCell(layer, *step, head) : memory_->exact(layer, block.cells[cell_index]);
     } else {
       // A replica that is gone (after a cut): the coded cell stands in, and the read is counted as approximate.
-      auto bytes = memory_->CodedForRead(block, layer, head, worker->ring.data() + worker->cells.size() * layer.coded.bytes);
+      auto bytes =
+          memory_->CodedForRead(block, layer, head, worker->ring.data() + worker->cells.size() * layer.coded.bytes);
       if (!bytes) return bytes.error();
       cell.bytes = *bytes;
       cell.first = static_cast<int16_t>(block.position == 0 ? memory_->map().sinks : 0);
@@ -209,7 +211,8 @@ void CacheImpl::AttendPart(int layer_index, const float* q, float* out, int part
   }
 }
 
-void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, const float* q, float* out, Worker* worker) {
+void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, const float* q, float* out,
+                            Worker* worker) {
   const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
   const HeadContext& context = heads_[static_cast<size_t>(layer_index)];
   SetRows(layer, tile, head, q, out, worker);
@@ -221,7 +224,8 @@ void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, co
   worker->running.Reset(context, rows.n_rows);
   for (int32_t segment = 0; segment <= tile.n_segments; ++segment) {
     worker->segment.Reset(context, rows.n_rows);
-    if (Status status = AttendSegment(layer, tile, head, segment, worker->queries, worker, &worker->segment); !status.ok()) {
+    if (Status status = AttendSegment(layer, tile, head, segment, worker->queries, worker, &worker->segment);
+        !status.ok()) {
       KeepError(std::move(status));
       break;
     }
@@ -230,7 +234,8 @@ void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, co
   Finish(context, worker->running, worker->out.data());
 }
 
-// Few rows: a tile's segments are shared out, each into a Partial of its own, and whoever finishes last merges them in order.
+// Few rows: a tile's segments are shared out, each into a Partial of its own, and whoever finishes last merges them in
+// order.
 void CacheImpl::AttendSplit(int layer_index, const float* q, float* out, Worker* worker) {
   const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
   const HeadContext& context = heads_[static_cast<size_t>(layer_index)];
@@ -240,7 +245,8 @@ void CacheImpl::AttendSplit(int layer_index, const float* q, float* out, Worker*
     const auto head = static_cast<uint16_t>(unit % layer.n_heads);
     uint32_t rest = unit / layer.n_heads;
     size_t t = 0;
-    while (rest > static_cast<uint32_t>(tiles_[t].n_segments)) rest -= static_cast<uint32_t>(tiles_[t++].n_segments) + 1;
+    while (rest > static_cast<uint32_t>(tiles_[t].n_segments))
+      rest -= static_cast<uint32_t>(tiles_[t++].n_segments) + 1;
     const Tile& tile = tiles_[t];
     const auto segment = static_cast<int32_t>(rest);
 
@@ -259,7 +265,8 @@ void CacheImpl::AttendSplit(int layer_index, const float* q, float* out, Worker*
     if (split.left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
     // The same order and the same empty start as in AttendWhole: the same result to the bit.
     worker->running.Reset(context, rows.n_rows);
-    for (int32_t s = 0; s <= tile.n_segments; ++s) Merge(context, split.partials[static_cast<size_t>(s)], &worker->running);
+    for (int32_t s = 0; s <= tile.n_segments; ++s)
+      Merge(context, split.partials[static_cast<size_t>(s)], &worker->running);
     Finish(context, worker->running, worker->out.data());
     split.left.store(tile.n_segments + 1, std::memory_order_relaxed);  // ready for the next layer
   }

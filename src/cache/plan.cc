@@ -22,7 +22,8 @@ int32_t LongestWindow(const Geometry& geometry) {
 }  // namespace
 
 CacheOptions WithDefaults(CacheOptions options) {
-  if (options.max_threads == 0) options.max_threads = static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
+  if (options.max_threads == 0)
+    options.max_threads = static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
   if (options.ram_budget == 0) {
     const auto memory = ProbeSystemMemory();
     options.ram_budget = memory ? memory->total : kDefaultBudget;
@@ -45,7 +46,8 @@ Status CheckOptions(const CacheOptions& options) {
 uint64_t StepScratchBytes(const CellMap& map, const CacheOptions& options) {
   const auto blocks = static_cast<uint64_t>(options.max_step_tokens / kBlockTokens);
   uint64_t widest = 0;
-  for (const LayerCells& layer : map.layers) widest = std::max<uint64_t>(widest, uint64_t{layer.n_heads} * layer.open.bytes);
+  for (const LayerCells& layer : map.layers)
+    widest = std::max<uint64_t>(widest, uint64_t{layer.n_heads} * layer.open.bytes);
   return blocks * widest;
 }
 
@@ -61,7 +63,8 @@ uint64_t ScratchBytes(const CellMap& map, const CacheOptions& options) {
 }
 
 MemoryShape ShapeFor(const CellMap& map, const CacheOptions& options) {
-  return MakeMemoryShape(map, options.ram_budget, options.max_sequences, options.recent_blocks, options.max_step_tokens);
+  return MakeMemoryShape(map, options.ram_budget, options.max_sequences, options.recent_blocks,
+                         options.max_step_tokens);
 }
 
 uint64_t F16Bytes(const Geometry& geometry, int64_t tokens) {
@@ -91,7 +94,8 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   MemoryPlan plan;
   plan.exact = shape.fixed_bytes;
   plan.scratch = ScratchBytes(*map, options);
-  plan.coded = CodedBytes(*map, shape.chunk_target, sequences * n_blocks, sequences * std::min(n_blocks, window_blocks));
+  plan.coded =
+      CodedBytes(*map, shape.chunk_target, sequences * n_blocks, sequences * std::min(n_blocks, window_blocks));
   plan.metadata = sequences * (n_blocks + 1) * (sizeof(Block) + map->n_cells * sizeof(CellEntry));
   plan.total = plan.coded + plan.exact + plan.scratch;
   // What a small budget's smaller chunks would take: the budget itself decides on the chunk size.

@@ -8,8 +8,8 @@
 
 namespace kvcell {
 
-// Coded blocks per segment of attention. Segments start at fixed positions, so that the order of all float sums, and with it
-// the result, depends neither on threads nor on how a prompt was cut into steps.
+// Coded blocks per segment of attention. Segments start at fixed positions, so that the order of all float sums, and
+// with it the result, depends neither on threads nor on how a prompt was cut into steps.
 inline constexpr size_t kSegmentBlocks = 16;
 
 // max_threads, ram_budget as they are meant when 0 is given.

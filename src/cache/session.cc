@@ -9,13 +9,13 @@
 namespace kvcell {
 namespace {
 
-// Head of SessionRecord::exact (docs/format.md). What follows, for each layer and KV head in order: the sinks' exact cell, the
-// replicas' (oldest first), and the open block's, cut to its tokens rounded up to 16.
+// Head of SessionRecord::exact (docs/format.md). What follows, for each layer and KV head in order: the sinks' exact
+// cell, the replicas' (oldest first), and the open block's, cut to its tokens rounded up to 16.
 struct ExactHeader {
   uint32_t magic = 0x5845564b;  // "KVEX"
   uint32_t version = 1;
-  uint32_t n_open = 0;          // tokens of the open block
-  uint32_t n_replicas = 0;      // sealed blocks before it whose exact cells follow
+  uint32_t n_open = 0;      // tokens of the open block
+  uint32_t n_replicas = 0;  // sealed blocks before it whose exact cells follow
   uint32_t has_sinks = 0;
   uint32_t reserved[3] = {0, 0, 0};
 };
@@ -51,7 +51,8 @@ std::vector<std::byte> CacheImpl::PackExact(const Sequence& sequence) {
   std::memcpy(bytes.data(), &header, sizeof(header));
   std::byte* at = bytes.data() + sizeof(header);
   for (const LayerCells& layer : map.layers) {
-    const ExactLayout open = MakeExactLayout(RoundUp16(header.n_open), layer.geometry.head_dim_k, layer.geometry.head_dim_v);
+    const ExactLayout open =
+        MakeExactLayout(RoundUp16(header.n_open), layer.geometry.head_dim_k, layer.geometry.head_dim_v);
     for (uint16_t h = 0; h < layer.n_heads; ++h) {
       const uint32_t i = layer.first_cell + h;
       if (header.has_sinks != 0) {
@@ -60,12 +61,13 @@ std::vector<std::byte> CacheImpl::PackExact(const Sequence& sequence) {
         at += layer.sink.bytes;
       }
       for (size_t b = n_sealed - header.n_replicas; b < n_sealed; ++b) {
-        CopyExactTokens(layer.open, memory_->exact(layer, sequence.blocks[b]->cells[i]), 0, kBlockTokens, layer.open, at, 0);
+        CopyExactTokens(layer.open, memory_->exact(layer, sequence.blocks[b]->cells[i]), 0, kBlockTokens, layer.open,
+                        at, 0);
         at += layer.open.bytes;
       }
       if (header.n_open != 0) {
-        CopyExactTokens(layer.open, memory_->exact(layer, sequence.blocks.back()->cells[i]), 0, static_cast<int>(header.n_open),
-                        open, at, 0);
+        CopyExactTokens(layer.open, memory_->exact(layer, sequence.blocks.back()->cells[i]), 0,
+                        static_cast<int>(header.n_open), open, at, 0);
         at += open.bytes;
       }
     }
@@ -73,8 +75,9 @@ std::vector<std::byte> CacheImpl::PackExact(const Sequence& sequence) {
   return bytes;
 }
 
-// The inverse: fills sinks, replicas and the open block of a sequence whose sealed blocks are there. Where the sequence was cut
-// back to its sound blocks (fewer than the n_stored tokens that were packed), only the sinks still belong to it.
+// The inverse: fills sinks, replicas and the open block of a sequence whose sealed blocks are there. Where the sequence
+// was cut back to its sound blocks (fewer than the n_stored tokens that were packed), only the sinks still belong to
+// it.
 Status CacheImpl::UnpackExact(std::span<const std::byte> bytes, size_t n_stored, Sequence* sequence) {
   const CellMap& map = memory_->map();
   const auto damaged = [](std::string_view field) {
@@ -86,7 +89,8 @@ Status CacheImpl::UnpackExact(std::span<const std::byte> bytes, size_t n_stored,
   const size_t n_sealed = n_stored / kBlockTokens;
   if (header.magic != ExactHeader{}.magic || header.version != 1) return damaged("magic or version");
   if (header.n_open != n_stored % kBlockTokens) return damaged("open token count");
-  if (header.n_replicas > std::min(n_sealed, static_cast<size_t>(options_.recent_blocks))) return damaged("replica count");
+  if (header.n_replicas > std::min(n_sealed, static_cast<size_t>(options_.recent_blocks)))
+    return damaged("replica count");
   if (header.has_sinks != (map.sinks > 0 && n_stored > 0 ? 1u : 0u)) return damaged("sinks flag");
   if (bytes.size() != ExactBytes(map, header)) return damaged("length");
 
@@ -102,7 +106,8 @@ Status CacheImpl::UnpackExact(std::span<const std::byte> bytes, size_t n_stored,
   }
   if (sequence->blocks.empty()) return OkStatus();
   if (header.has_sinks != 0) memory_->CreateSinks(sequence->blocks[0]);
-  for (size_t b = n_sealed - header.n_replicas; whole && b < n_sealed; ++b) memory_->CreateReplicas(sequence->blocks[b]);
+  for (size_t b = n_sealed - header.n_replicas; whole && b < n_sealed; ++b)
+    memory_->CreateReplicas(sequence->blocks[b]);
   const std::byte* at = bytes.data() + sizeof(header);
   for (const LayerCells& layer : map.layers) {
     const ExactLayout open =
@@ -128,7 +133,8 @@ Status CacheImpl::UnpackExact(std::span<const std::byte> bytes, size_t n_stored,
   return OkStatus();
 }
 
-Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const float> logits, const std::string& extras) {
+Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const float> logits,
+                       const std::string& extras) {
   if (in_step_) return Status(StatusCode::kBusy, "Save during a step; Commit or Abort it first");
   Sequence* sequence = Find(id);
   if (sequence == nullptr) return Status(StatusCode::kNotFound, fmt::format("there is no sequence {} to save", id));
@@ -153,11 +159,13 @@ Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const f
   record.logits.assign(logits.begin(), logits.end());
   record.extras = extras;
   for (const Block* block : sealed) {
-    record.blocks.push_back({.key = block->key, .generation = block->generation, .tokens = block->tokens, .places = block->places});
+    record.blocks.push_back(
+        {.key = block->key, .generation = block->generation, .tokens = block->tokens, .places = block->places});
   }
   KVCELL_RETURN_IF_ERROR(store_->Commit(&record, memory_->map().shapes.data()));
   // Blocks that the store had already are shared: from now on theirs is the copy in the file.
-  for (size_t b = 0; b < n_sealed; ++b) memory_->AdoptPlaces(sealed[b], record.blocks[b].places, record.blocks[b].generation);
+  for (size_t b = 0; b < n_sealed; ++b)
+    memory_->AdoptPlaces(sealed[b], record.blocks[b].places, record.blocks[b].generation);
   return OkStatus();
 }
 
@@ -172,7 +180,8 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
     block->tokens = stored.tokens;
     block->key = stored.key;
     if (KeyOf(*block) != stored.key ||
-        !std::equal(stored.tokens.begin(), stored.tokens.end(), record.tokens.begin() + static_cast<std::ptrdiff_t>(b * kBlockTokens))) {
+        !std::equal(stored.tokens.begin(), stored.tokens.end(),
+                    record.tokens.begin() + static_cast<std::ptrdiff_t>(b * kBlockTokens))) {
       *note = fmt::format("block {} of the session has another key than its tokens make", b);
       ReleaseFrom(sequence, b);
       for (size_t rest = b; rest < n_blocks; ++rest) store_->Release(record.blocks[rest]);
@@ -221,7 +230,8 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name) {
   if (const auto difference = IdentityDifference(record->identity, identity_)) {
     release_all();
     return Fail(StatusCode::kMismatch,
-                fmt::format("session '{}' was made with another {}; use what it was made with, or another session name", name, *difference));
+                fmt::format("session '{}' was made with another {}; use what it was made with, or another session name",
+                            name, *difference));
   }
   auto id = Create();
   if (!id) {
@@ -239,7 +249,8 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name) {
   auto n_sound = BringBack(*record, sequence, &opened.note);
   if (!n_sound) return give_up(n_sound.error());
 
-  // The tail is worth nothing without every block before it; nor are sinks that failed their check, which every query reads.
+  // The tail is worth nothing without every block before it; nor are sinks that failed their check, which every query
+  // reads.
   const size_t usable = *n_sound * kBlockTokens;
   const bool whole = *n_sound == record->tokens.size() / kBlockTokens && opened.note.empty();
   sequence->tokens.assign(record->tokens.begin(),
@@ -283,7 +294,8 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
         info.layer = static_cast<int32_t>(l);
         info.head = h;
         info.token_start = block.position;
-        info.token_end = std::min<int64_t>(block.position + kBlockTokens, static_cast<int64_t>(sequence->tokens.size()));
+        info.token_end =
+            std::min<int64_t>(block.position + kBlockTokens, static_cast<int64_t>(sequence->tokens.size()));
         info.state = cell.state;
         info.durable = cell.durable;
         info.k_precision = block.sealed ? precision(layer.coded.k.spec.type) : "f16";
@@ -291,7 +303,8 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
         info.tier = cell.state == CellState::kPersisted ? "file" : cell.state == CellState::kEvicted ? "" : "ram";
         info.length = block.sealed ? layer.coded.bytes : layer.open.bytes;
         if (cell.durable && block.places[layer.group]) {
-          const auto [path, offset] = store_->Locate(map.shapes[layer.group], *block.places[layer.group], layer.group_slot, h);
+          const auto [path, offset] =
+              store_->Locate(map.shapes[layer.group], *block.places[layer.group], layer.group_slot, h);
           info.storage_path = path;
           info.offset = offset;
         }

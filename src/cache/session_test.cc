@@ -1,4 +1,5 @@
-// Restored = uninterrupted, in RAM and beyond it; damage shortens what is used and is told; nothing else is ever served.
+// Restored = uninterrupted, in RAM and beyond it; damage shortens what is used and is told; nothing else is ever
+// served.
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -14,7 +15,8 @@ namespace {
 using ::testing::Eq;
 using ::testing::HasSubstr;
 
-CacheOptions StoredOptions(const std::string& store, const std::string& codec = "i4", Geometry geometry = MadeGeometry()) {
+CacheOptions StoredOptions(const std::string& store, const std::string& codec = "i4",
+                           Geometry geometry = MadeGeometry()) {
   auto options = MadeOptions(codec, std::move(geometry));
   options.store = store;
   return options;
@@ -129,7 +131,8 @@ TEST(Session, SlidingWindowsComeBackToo) {
     ASSERT_TRUE(opened) << opened.error().message();
     EXPECT_EQ(opened->usable, 600) << opened->note;
     const auto alone = ColdRows(options, tokens);
-    EXPECT_THAT(Feed(cache.get(), opened->sequence, std::span(tokens).subspan(600)), Eq(std::vector(alone.begin() + 600, alone.end())));
+    EXPECT_THAT(Feed(cache.get(), opened->sequence, std::span(tokens).subspan(600)),
+                Eq(std::vector(alone.begin() + 600, alone.end())));
   }
 }
 
@@ -165,7 +168,8 @@ TEST(Session, AMissingSessionOrBadNameChangesNothing) {  // field case C2
   EXPECT_EQ(cache->OpenSession("../x").error().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(cache->Save(sequence, "a/b", {}, "").code(), StatusCode::kInvalidArgument);
   const auto alone = ColdRows(options, tokens);
-  EXPECT_THAT(Feed(cache.get(), sequence, std::span(tokens).subspan(100)), Eq(std::vector(alone.begin() + 100, alone.end())));
+  EXPECT_THAT(Feed(cache.get(), sequence, std::span(tokens).subspan(100)),
+              Eq(std::vector(alone.begin() + 100, alone.end())));
 }
 
 TEST(Session, OneWriterAtATime) {
@@ -279,7 +283,8 @@ TEST(Session, ATruncatedOrMissingSegmentIsAMiss) {  // field case D3
       if (keep < 0) {
         std::filesystem::remove(file);
       } else {
-        std::filesystem::resize_file(file, static_cast<uint64_t>(keep * static_cast<double>(std::filesystem::file_size(file))));
+        std::filesystem::resize_file(
+            file, static_cast<uint64_t>(keep * static_cast<double>(std::filesystem::file_size(file))));
       }
     }
     auto cache = OpenOrDie(options);

@@ -50,7 +50,8 @@ Result<std::unique_ptr<SlotPool>> SlotPool::Create(uint32_t slot_bytes, uint64_t
   const ChunkShape chunk = MakeChunkShape(slot_bytes, chunk_target);
   // One huge page more than asked for, so that the range can start on a huge page's edge.
   const uint64_t reserved = RoundUp(std::max(max_bytes, chunk.bytes), chunk.bytes);
-  void* range = mmap(nullptr, reserved + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  void* range =
+      mmap(nullptr, reserved + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
   if (range == MAP_FAILED) {
     return Fail(StatusCode::kIoError,
                 fmt::format("can't reserve {} bytes of address space for KV cells: {}; lower the RAM budget", reserved,
@@ -88,7 +89,8 @@ void SlotPool::SetAside(uint64_t n_slots) {
 }
 
 Slot SlotPool::Take() {
-  while (first_open_ < chunks_.size() && chunks_[first_open_].n_free == 0 && !chunks_[first_open_].free.empty()) ++first_open_;
+  while (first_open_ < chunks_.size() && chunks_[first_open_].n_free == 0 && !chunks_[first_open_].free.empty())
+    ++first_open_;
   if (first_open_ == chunks_.size()) {
     if ((chunks_.size() + 1) * chunk_.bytes > reserved_) return kNoSlot;
     chunks_.emplace_back();

@@ -23,8 +23,8 @@ ChunkShape MakeChunkShape(uint32_t slot_bytes, uint64_t target);
 // Bytes that n slots take, chunks being whole.
 uint64_t BytesForSlots(const ChunkShape& chunk, uint64_t n_slots);
 
-// Slots of one size in a reserved range of addresses. Pages are taken chunk by chunk and given back when a chunk empties, so
-// what is accounted is what the kernel can see resident. Not thread-safe.
+// Slots of one size in a reserved range of addresses. Pages are taken chunk by chunk and given back when a chunk
+// empties, so what is accounted is what the kernel can see resident. Not thread-safe.
 class SlotPool {
  public:
   // Reserves addresses for max_bytes. kIoError where the system refuses the range.
@@ -56,7 +56,8 @@ class SlotPool {
   };
   SlotPool(uint32_t slot_bytes, ChunkShape chunk, std::byte* base, uint64_t reserved);
   uint64_t Offset(Slot slot) const {
-    return static_cast<uint64_t>(slot / chunk_.slots) * chunk_.bytes + static_cast<uint64_t>(slot % chunk_.slots) * slot_bytes_;
+    return static_cast<uint64_t>(slot / chunk_.slots) * chunk_.bytes +
+           static_cast<uint64_t>(slot % chunk_.slots) * slot_bytes_;
   }
   void Poison(Slot slot);
   void Commit(Chunk* chunk);
@@ -70,7 +71,7 @@ class SlotPool {
   size_t first_open_ = 0;  // no chunk before this one has a free slot
   uint64_t committed_ = 0;
   uint64_t used_ = 0;
-  uint64_t free_ = 0;      // free slots in committed chunks
+  uint64_t free_ = 0;  // free slots in committed chunks
 };
 
 }  // namespace kvcell

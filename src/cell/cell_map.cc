@@ -9,7 +9,8 @@ namespace {
 
 Status CheckLayer(const LayerGeometry& g, size_t layer) {
   const auto bad = [&](std::string_view field, auto value, std::string_view rule) {
-    return Status(StatusCode::kInvalidArgument, fmt::format("geometry: layer {}: {} is {}, {}", layer, field, value, rule));
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("geometry: layer {}: {} is {}, {}", layer, field, value, rule));
   };
   if (g.n_kv_heads < 1 || g.n_kv_heads > 4096) return bad("n_kv_heads", g.n_kv_heads, "but must be 1..4096");
   if (g.n_heads < 1 || g.n_heads > 65536) return bad("n_heads", g.n_heads, "but must be 1..65536");

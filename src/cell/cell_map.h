@@ -12,8 +12,8 @@
 
 namespace kvcell {
 
-// Cells that leave RAM and files together: those of full-attention layers, and those of sliding-window layers, whose bytes go
-// when the window has passed.
+// Cells that leave RAM and files together: those of full-attention layers, and those of sliding-window layers, whose
+// bytes go when the window has passed.
 enum CellGroup : uint8_t { kFullLayers = 0, kWindowLayers = 1 };
 inline constexpr int kCellGroups = 2;
 
@@ -21,12 +21,12 @@ inline constexpr int kCellGroups = 2;
 struct LayerCells {
   LayerGeometry geometry;
   CellLayout coded;
-  ExactLayout open;           // 64 tokens
-  ExactLayout sink;           // the first `sinks` tokens, rounded up to 16
+  ExactLayout open;  // 64 tokens
+  ExactLayout sink;  // the first `sinks` tokens, rounded up to 16
   uint32_t first_cell = 0;
-  uint16_t n_heads = 0;       // KV heads
+  uint16_t n_heads = 0;  // KV heads
   CellGroup group = kFullLayers;
-  uint16_t group_slot = 0;    // index of the layer within shapes[group].layers
+  uint16_t group_slot = 0;                                 // index of the layer within shapes[group].layers
   uint16_t coded_pool = 0, exact_pool = 0, sink_pool = 0;  // indexes into the size lists below
 };
 

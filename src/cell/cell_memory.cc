@@ -48,14 +48,16 @@ MemoryShape MakeMemoryShape(const CellMap& map, uint64_t budget, int32_t max_seq
   for (const LayerCells& layer : map.layers) window = std::max(window, layer.geometry.window);
   const auto step_blocks = static_cast<uint64_t>(max_step_tokens / kBlockTokens + 1);
   const uint64_t window_blocks = sequences * ((static_cast<uint64_t>(window) + kBlockTokens - 1) / kBlockTokens + 1);
-  shape.minimum_coded = CodedBytes(map, shape.chunk_target, step_blocks + 1, step_blocks + (window > 0 ? window_blocks : 0));
+  shape.minimum_coded =
+      CodedBytes(map, shape.chunk_target, step_blocks + 1, step_blocks + (window > 0 ? window_blocks : 0));
   return shape;
 }
 
 uint64_t CodedBytes(const CellMap& map, uint64_t chunk_target, uint64_t n_blocks, uint64_t n_window_blocks) {
   uint64_t bytes = 0;
   for (const CellMap::PoolUse& pool : map.coded_pools) {
-    const uint64_t slots = n_blocks * pool.slots_per_block[kFullLayers] + n_window_blocks * pool.slots_per_block[kWindowLayers];
+    const uint64_t slots =
+        n_blocks * pool.slots_per_block[kFullLayers] + n_window_blocks * pool.slots_per_block[kWindowLayers];
     bytes += BytesForSlots(MakeChunkShape(pool.slot_bytes, chunk_target), slots);
   }
   return bytes;
@@ -63,7 +65,8 @@ uint64_t CodedBytes(const CellMap& map, uint64_t chunk_target, uint64_t n_blocks
 
 Result<std::unique_ptr<CellMemory>> CellMemory::Create(CellMap map, const Options& options) {
   std::unique_ptr<CellMemory> memory(new CellMemory(std::move(map), options));
-  const auto make = [&](const std::vector<CellMap::PoolUse>& uses, std::vector<std::unique_ptr<SlotPool>>* pools) -> Status {
+  const auto make = [&](const std::vector<CellMap::PoolUse>& uses,
+                        std::vector<std::unique_ptr<SlotPool>>* pools) -> Status {
     for (const CellMap::PoolUse& use : uses) {
       auto pool = SlotPool::Create(use.slot_bytes, options.shape.chunk_target, options.budget);
       if (!pool) return pool.error();
@@ -159,7 +162,8 @@ void CellMemory::CreateSinks(Block* block) {
 
 void CellMemory::TakeCoded(Block* block) {
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
-    ForEachCell(block, group, [&](const LayerCells& layer, CellEntry* cell) { cell->coded = coded_[layer.coded_pool]->Take(); });
+    ForEachCell(block, group,
+                [&](const LayerCells& layer, CellEntry* cell) { cell->coded = coded_[layer.coded_pool]->Take(); });
   }
   NotePeak();
 }
@@ -197,7 +201,8 @@ void CellMemory::DropExact(Block* block) {
 
 void CellMemory::CreateReplicas(Block* block) {
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
-    ForEachCell(block, group, [&](const LayerCells& layer, CellEntry* cell) { cell->exact = exact_[layer.exact_pool]->Take(); });
+    ForEachCell(block, group,
+                [&](const LayerCells& layer, CellEntry* cell) { cell->exact = exact_[layer.exact_pool]->Take(); });
   }
   NotePeak();
 }
@@ -243,7 +248,8 @@ Result<Block*> CellMemory::CopyOpen(const Block& block, int n_tokens) {
   for (const LayerCells& layer : map_.layers) {
     for (uint16_t h = 0; h < layer.n_heads; ++h) {
       const uint32_t i = layer.first_cell + h;
-      CopyExactTokens(layer.open, exact(layer, block.cells[i]), 0, n_tokens, layer.open, exact(layer, copy->cells[i]), 0);
+      CopyExactTokens(layer.open, exact(layer, block.cells[i]), 0, n_tokens, layer.open, exact(layer, copy->cells[i]),
+                      0);
       if (!block.sinks.empty()) {
         std::memcpy(sink(layer, copy->sinks[i]), sink(layer, block.sinks[i]), layer.sink.bytes);
       }
@@ -263,7 +269,9 @@ uint64_t CellMemory::coded_committed() const {
   return bytes;
 }
 
-uint64_t CellMemory::coded_limit() const { return options_.budget - options_.shape.fixed_bytes - options_.scratch_bytes; }
+uint64_t CellMemory::coded_limit() const {
+  return options_.budget - options_.shape.fixed_bytes - options_.scratch_bytes;
+}
 
 uint64_t CellMemory::CodedGrowth(uint64_t n_blocks) const {
   uint64_t bytes = 0;
@@ -281,8 +289,9 @@ uint64_t CellMemory::committed() const {
 void CellMemory::NotePeak() { peak_ = std::max(peak_, committed()); }
 
 bool CellMemory::DropOldestDurable() {
-  const auto it = std::find_if(resident_.begin(), resident_.end(),
-                               [](const Block* block) { return block->places[kFullLayers].has_value() && !block->writing; });
+  const auto it = std::find_if(resident_.begin(), resident_.end(), [](const Block* block) {
+    return block->places[kFullLayers].has_value() && !block->writing;
+  });
   if (it == resident_.end()) return false;
   Block* block = *it;
   resident_.erase(it);
@@ -298,10 +307,11 @@ Status CellMemory::ReserveCoded(uint64_t n_blocks) {
   while (coded_committed() + CodedGrowth(n_blocks) > coded_limit()) {
     if (DropOldestDurable()) continue;
     if (options_.store == nullptr) {
-      return Status(StatusCode::kOutOfBudget,
-                    fmt::format("the RAM budget of {} bytes is full and there is no store for older cells to go to; raise "
-                                "ram_budget or name a store",
-                                options_.budget));
+      return Status(
+          StatusCode::kOutOfBudget,
+          fmt::format("the RAM budget of {} bytes is full and there is no store for older cells to go to; raise "
+                      "ram_budget or name a store",
+                      options_.budget));
     }
     if (batches_under_way_ == 0) {
       std::vector<Block*> batch;
@@ -310,9 +320,10 @@ Status CellMemory::ReserveCoded(uint64_t n_blocks) {
         if (!block->places[kFullLayers] && !block->writing) batch.push_back(block);
       }
       if (batch.empty()) {
-        return Status(StatusCode::kOutOfBudget, fmt::format("the RAM budget of {} bytes is too small for this step; raise ram_budget "
-                                                            "or lower the step's tokens",
-                                                            options_.budget));
+        return Status(StatusCode::kOutOfBudget,
+                      fmt::format("the RAM budget of {} bytes is too small for this step; raise ram_budget "
+                                  "or lower the step's tokens",
+                                  options_.budget));
       }
       Enqueue(std::move(batch));
     }
@@ -448,8 +459,8 @@ CellMemory::Recovered CellMemory::Recover(std::span<Block* const> blocks, CellGr
   while (result.n_sound < blocks.size()) {
     const size_t begin = result.n_sound;
     if (!blocks[begin]->places[group]) {
-      result.damage = Status(StatusCode::kCorruption, fmt::format("the cells at position {} are not in the store",
-                                                                  blocks[begin]->position));
+      result.damage = Status(StatusCode::kCorruption,
+                             fmt::format("the cells at position {} are not in the store", blocks[begin]->position));
       return result;
     }
     uint64_t widest = 1;
@@ -485,8 +496,8 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
     if (layer.group != group || sound == 0) continue;
     const size_t cell_bytes = layer.coded.bytes;
     buffer.resize(sound * layer.n_heads * cell_bytes);
-    Status read = options_.store->ReadRun(shape, *blocks[0]->places[group], layer.group_slot, static_cast<uint32_t>(sound),
-                                          buffer.data());
+    Status read = options_.store->ReadRun(shape, *blocks[0]->places[group], layer.group_slot,
+                                          static_cast<uint32_t>(sound), buffer.data());
     if (!read.ok()) {
       *damage = std::move(read);
       sound = 0;
@@ -503,9 +514,10 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
         }
         if (!ok.ok()) {
           const auto [path, offset] = options_.store->Locate(shape, *block.places[group], layer.group_slot, h);
-          *damage = Status(StatusCode::kCorruption, fmt::format("{} at byte {}: layer {}, head {}, tokens {}..{}: {}", path, offset,
-                                                                shape.layers[layer.group_slot].layer, h, block.position,
-                                                                block.position + kBlockTokens - 1, ok.message()));
+          *damage = Status(StatusCode::kCorruption,
+                           fmt::format("{} at byte {}: layer {}, head {}, tokens {}..{}: {}", path, offset,
+                                       shape.layers[layer.group_slot].layer, h, block.position,
+                                       block.position + kBlockTokens - 1, ok.message()));
           options_.store->ReportDamage(*block.places[group]);
           sound = b;
           break;
@@ -536,7 +548,8 @@ Result<const std::byte*> CellMemory::CodedForRead(const Block& block, const Laye
   const CellEntry& cell = block.cells[layer.first_cell + head];
   if (cell.coded != kNoSlot) return coded(layer, cell);
   if (!block.places[layer.group]) {
-    return Fail(StatusCode::kInternal, fmt::format("the cell at position {} is neither in RAM nor in the store", block.position));
+    return Fail(StatusCode::kInternal,
+                fmt::format("the cell at position {} is neither in RAM nor in the store", block.position));
   }
   const CellSetShape& shape = map_.shapes[layer.group];
   KVCELL_FAIL_IF_ERROR(options_.store->ReadCells(shape, *block.places[layer.group], layer.group_slot, head, 1, ring));
@@ -545,8 +558,8 @@ Result<const std::byte*> CellMemory::CodedForRead(const Block& block, const Laye
   if (!ok.ok()) {
     options_.store->ReportDamage(*block.places[layer.group]);
     const auto [path, offset] = options_.store->Locate(shape, *block.places[layer.group], layer.group_slot, head);
-    return Fail(ok.code(), fmt::format("{} at byte {}: {}; cut the sequence to {} tokens and append the rest again", path, offset,
-                                       ok.message(), block.position));
+    return Fail(ok.code(), fmt::format("{} at byte {}: {}; cut the sequence to {} tokens and append the rest again",
+                                       path, offset, ok.message(), block.position));
   }
   return ring;
 }

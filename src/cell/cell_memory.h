@@ -1,5 +1,5 @@
-// Cells in RAM and file under one budget: creates blocks, codes' slots, writes back, drops and fetches, each move a transition
-// of the state machine that is complete only when the bytes have moved.
+// Cells in RAM and file under one budget: creates blocks, codes' slots, writes back, drops and fetches, each move a
+// transition of the state machine that is complete only when the bytes have moved.
 #pragma once
 
 #include <array>
@@ -23,7 +23,7 @@ namespace kvcell {
 // How RAM is laid out for a map: what a chunk is, and what is set aside before the first coded cell.
 struct MemoryShape {
   uint64_t chunk_target = 0;
-  uint64_t exact_blocks = 0;   // blocks with exact cells at once, most
+  uint64_t exact_blocks = 0;  // blocks with exact cells at once, most
   uint64_t sink_blocks = 0;
   uint64_t fixed_bytes = 0;    // of exact cells and sinks: taken at the start, for the most sequences allowed
   uint64_t minimum_coded = 0;  // coded cells that one step and the windows need in RAM at once
@@ -40,8 +40,8 @@ class CellMemory {
     uint64_t budget = 0;         // of all cells in RAM; never 0 here
     uint64_t scratch_bytes = 0;  // counted against the budget, allocated by the caller
     MemoryShape shape;
-    Store* store = nullptr;      // null: nothing can leave RAM
-    uint64_t generation = 1;     // written into every cell coded here
+    Store* store = nullptr;   // null: nothing can leave RAM
+    uint64_t generation = 1;  // written into every cell coded here
   };
   static Result<std::unique_ptr<CellMemory>> Create(CellMap map, const Options& options);
   ~CellMemory();
@@ -57,8 +57,8 @@ class CellMemory {
   // Drops one reference; the last one evicts the cells and frees the block.
   void Release(Block* block);
 
-  // Makes room for the coded cells of n more blocks, moving the oldest to the store if need be. kOutOfBudget or kNoSpace leave
-  // everything as it was (but perhaps more cells written back).
+  // Makes room for the coded cells of n more blocks, moving the oldest to the store if need be. kOutOfBudget or
+  // kNoSpace leave everything as it was (but perhaps more cells written back).
   Status ReserveCoded(uint64_t n_blocks);
   // How many of n more blocks fit into RAM beside what one step needs, nothing being moved.
   uint64_t RoomForBlocks(uint64_t n_blocks) const;
@@ -85,13 +85,14 @@ class CellMemory {
   // A private copy of an open block (copy-on-write). Room for exact cells is set aside per sequence.
   Result<Block*> CopyOpen(const Block& block, int n_tokens);
 
-  // Writes the blocks' cells (those that are not in the store yet) now, in runs by layer; WRITE_BACK marks them durable.
+  // Writes the blocks' cells (those that are not in the store yet) now, in runs by layer; WRITE_BACK marks them
+  // durable.
   Status WriteNow(std::span<Block* const> blocks);
   // Starts writing old cells in the background when RAM fills up; takes in what has been written.
   void BalanceInBackground();
-  // Reads one group's cells of blocks from the store, layer by layer in long runs, verifies them, and keeps them in RAM if
-  // `keep` (room has been reserved): CACHE_MISS, then WRITE_BACK. A damaged cell ends the sound prefix: `n_sound` counts the
-  // blocks before it, and `damage` names it.
+  // Reads one group's cells of blocks from the store, layer by layer in long runs, verifies them, and keeps them in RAM
+  // if `keep` (room has been reserved): CACHE_MISS, then WRITE_BACK. A damaged cell ends the sound prefix: `n_sound`
+  // counts the blocks before it, and `damage` names it.
   struct Recovered {
     size_t n_sound = 0;
     Status damage;
@@ -100,10 +101,13 @@ class CellMemory {
 
   // A cell's coded bytes: in RAM, or read from the store into `ring` and verified as they pass. Thread-safe between
   // BalanceInBackground calls. kCorruption, kIoError.
-  Result<const std::byte*> CodedForRead(const Block& block, const LayerCells& layer, uint16_t head, std::byte* ring) const;
+  Result<const std::byte*> CodedForRead(const Block& block, const LayerCells& layer, uint16_t head,
+                                        std::byte* ring) const;
 
   std::byte* coded(const LayerCells& layer, const CellEntry& cell) { return coded_[layer.coded_pool]->at(cell.coded); }
-  const std::byte* coded(const LayerCells& layer, const CellEntry& cell) const { return coded_[layer.coded_pool]->at(cell.coded); }
+  const std::byte* coded(const LayerCells& layer, const CellEntry& cell) const {
+    return coded_[layer.coded_pool]->at(cell.coded);
+  }
   std::byte* exact(const LayerCells& layer, const CellEntry& cell) { return exact_[layer.exact_pool]->at(cell.exact); }
   std::byte* sink(const LayerCells& layer, Slot slot) { return sinks_[layer.sink_pool]->at(slot); }
 

@@ -21,10 +21,14 @@ constexpr CellRule kDefaultRules[] = {
 
 bool Holds(CellGuard guard, const CellFacts& facts) {
   switch (guard) {
-    case CellGuard::kAlways: return true;
-    case CellGuard::kSealed: return facts.sealed;
-    case CellGuard::kDurable: return facts.durable;
-    case CellGuard::kNotDurable: return !facts.durable;
+    case CellGuard::kAlways:
+      return true;
+    case CellGuard::kSealed:
+      return facts.sealed;
+    case CellGuard::kDurable:
+      return facts.durable;
+    case CellGuard::kNotDurable:
+      return !facts.durable;
   }
   return false;
 }
@@ -33,23 +37,34 @@ bool Holds(CellGuard guard, const CellFacts& facts) {
 
 std::string_view CellStateName(CellState state) {
   switch (state) {
-    case kActive: return "ACTIVE";
-    case kQuantized: return "QUANTIZED";
-    case kPersisted: return "PERSISTED";
-    case kRecovering: return "RECOVERING";
-    case kEvicted: return "EVICTED";
+    case kActive:
+      return "ACTIVE";
+    case kQuantized:
+      return "QUANTIZED";
+    case kPersisted:
+      return "PERSISTED";
+    case kRecovering:
+      return "RECOVERING";
+    case kEvicted:
+      return "EVICTED";
   }
   return "?";
 }
 
 std::string_view CellEventName(CellEvent event) {
   switch (event) {
-    case kTokenAppend: return "TOKEN_APPEND";
-    case kReadRequest: return "READ_REQUEST";
-    case kCacheMiss: return "CACHE_MISS";
-    case kMemoryPressure: return "MEMORY_PRESSURE";
-    case kWriteBack: return "WRITE_BACK";
-    case kEvict: return "EVICT";
+    case kTokenAppend:
+      return "TOKEN_APPEND";
+    case kReadRequest:
+      return "READ_REQUEST";
+    case kCacheMiss:
+      return "CACHE_MISS";
+    case kMemoryPressure:
+      return "MEMORY_PRESSURE";
+    case kWriteBack:
+      return "WRITE_BACK";
+    case kEvict:
+      return "EVICT";
   }
   return "?";
 }

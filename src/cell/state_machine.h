@@ -1,4 +1,5 @@
-// The life cycle of a cell as data: which event moves it from which state to which, and what has to happen to its bytes.
+// The life cycle of a cell as data: which event moves it from which state to which, and what has to happen to its
+// bytes.
 #pragma once
 
 #include <array>
@@ -24,14 +25,14 @@ std::string_view CellEventName(CellEvent event);  // "TOKEN_APPEND" ...
 
 // What a transition does to the bytes; it is complete only when they have moved.
 enum class CellAction : uint8_t {
-  kNone,       // bookkeeping only
-  kCreate,     // an exact slot in RAM
-  kCode,       // exact values become the coded cell
-  kDropRam,    // the RAM copy goes; the store holds the same bytes
-  kFetch,      // bytes start on their way from the store to RAM
-  kAdmit,      // the fetched bytes have been verified
-  kMarkStored, // the store holds the same bytes now
-  kDrop,       // all bytes go
+  kNone,        // bookkeeping only
+  kCreate,      // an exact slot in RAM
+  kCode,        // exact values become the coded cell
+  kDropRam,     // the RAM copy goes; the store holds the same bytes
+  kFetch,       // bytes start on their way from the store to RAM
+  kAdmit,       // the fetched bytes have been verified
+  kMarkStored,  // the store holds the same bytes now
+  kDrop,        // all bytes go
 };
 
 // What a rule may ask of the cell beyond its state.

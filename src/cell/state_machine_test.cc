@@ -35,7 +35,8 @@ TEST(CellRules, AReadOfACodedCellIsNoMiss) {
 }
 
 TEST(CellRules, EverythingCanBeEvictedOnce) {
-  for (const CellState state : {kActive, kQuantized, kPersisted, kRecovering}) EXPECT_EQ(After(kEvict, state), kEvicted);
+  for (const CellState state : {kActive, kQuantized, kPersisted, kRecovering})
+    EXPECT_EQ(After(kEvict, state), kEvicted);
   EXPECT_EQ(After(kEvict, kEvicted), std::nullopt);
 }
 

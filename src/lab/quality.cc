@@ -38,7 +38,8 @@ class Candidate {
 
 class CellCandidate final : public Candidate {
  public:
-  static Result<std::unique_ptr<Candidate>> Make(Model* model, const std::string& codec, const QualityOptions& options) {
+  static Result<std::unique_ptr<Candidate>> Make(Model* model, const std::string& codec,
+                                                 const QualityOptions& options) {
     auto candidate = std::make_unique<CellCandidate>();
     CacheOptions cache;
     auto spec = ParseCodec(codec);
@@ -84,7 +85,8 @@ class CellCandidate final : public Candidate {
 
 class PeerCandidate final : public Candidate {
  public:
-  static Result<std::unique_ptr<Candidate>> Make(const std::string& path, PeerKvType type, const QualityOptions& options) {
+  static Result<std::unique_ptr<Candidate>> Make(const std::string& path, PeerKvType type,
+                                                 const QualityOptions& options) {
     auto candidate = std::make_unique<PeerCandidate>();
     const bool quantized = type != PeerKvType::kF16;
     auto peer = Peer::Load(path, {.type_k = type,
@@ -178,20 +180,22 @@ class Run {
       return Status(StatusCode::kInvalidArgument, "context, windows and chunk must be positive");
     }
     if (options_.weights_f32) KVCELL_RETURN_IF_ERROR(UseF32Copy());
-    auto model = Model::Load(path_, {.n_threads = options_.n_threads, .max_batch = static_cast<int32_t>(options_.chunk)});
+    auto model =
+        Model::Load(path_, {.n_threads = options_.n_threads, .max_batch = static_cast<int32_t>(options_.chunk)});
     if (!model) return model.error();
     model_ = std::move(*model);
     if (options_.context > model_->facts().context_train) {
-      return Status(StatusCode::kInvalidArgument, fmt::format("a context of {} is beyond the {} the model was trained for",
-                                                              options_.context, model_->facts().context_train));
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("a context of {} is beyond the {} the model was trained for", options_.context,
+                                model_->facts().context_train));
     }
     auto tokens = model_->Tokenize(options_.text, /*special=*/true, /*parse=*/false);
     if (!tokens) return tokens.error();
     tokens_ = std::move(*tokens);
     n_windows_ = std::min<int64_t>(options_.windows, static_cast<int64_t>(tokens_.size()) / options_.context);
     if (n_windows_ < 1) {
-      return Status(StatusCode::kInvalidArgument, fmt::format("the text has {} tokens, but one window takes {}", tokens_.size(),
-                                                              options_.context));
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("the text has {} tokens, but one window takes {}", tokens_.size(), options_.context));
     }
     return OkStatus();
   }
@@ -201,7 +205,8 @@ class Run {
     const char* home = std::getenv("HOME");
     const char* cache = std::getenv("XDG_CACHE_HOME");
     const std::filesystem::path directory =
-        std::filesystem::path(cache != nullptr && *cache != '\0' ? cache : fmt::format("{}/.cache", home == nullptr ? "/tmp" : home)) /
+        std::filesystem::path(
+            cache != nullptr && *cache != '\0' ? cache : fmt::format("{}/.cache", home == nullptr ? "/tmp" : home)) /
         "kvcell";
     std::error_code error;
     const auto size = std::filesystem::file_size(path_, error);
@@ -239,7 +244,7 @@ class Run {
 
   Status Window(int64_t w) {
     const auto window = std::span<const Token>(tokens_).subspan(static_cast<size_t>(w * options_.context),
-                                                               static_cast<size_t>(options_.context));
+                                                                static_cast<size_t>(options_.context));
     const int64_t first_scored = options_.context / 2;
     for (auto& candidate : candidates_) KVCELL_RETURN_IF_ERROR(candidate->Reset());
     std::vector<std::vector<float>> logits(candidates_.size());
@@ -263,7 +268,8 @@ class Run {
     return OkStatus();
   }
 
-  void Score(const std::vector<std::vector<float>>& logits, std::span<const Token> window, int64_t at, int64_t begin, int64_t end) {
+  void Score(const std::vector<std::vector<float>>& logits, std::span<const Token> window, int64_t at, int64_t begin,
+             int64_t end) {
     const auto n_vocab = static_cast<size_t>(model_->facts().n_vocab);
     const auto n = static_cast<size_t>(end - begin);
     const size_t first = scores_[0].kld.size();
@@ -298,8 +304,9 @@ class Run {
 
   // What the finished windows are worth nothing for, if it changes.
   std::string StateKey() const {
-    std::string key = fmt::format("{}|{}|{}|{}|{}|{}|{}", path_, options_.context, options_.chunk, options_.sinks,
-                                  options_.recent_blocks, options_.peer, Checksum64(std::as_bytes(std::span(options_.text))));
+    std::string key =
+        fmt::format("{}|{}|{}|{}|{}|{}|{}", path_, options_.context, options_.chunk, options_.sinks,
+                    options_.recent_blocks, options_.peer, Checksum64(std::as_bytes(std::span(options_.text))));
     for (const auto& candidate : candidates_) key += "|" + candidate->codec;
     return key;
   }
@@ -327,7 +334,10 @@ class Run {
     if (options_.state.empty()) return OkStatus();
     Json state{{"key", StateKey()}, {"windows", windows}, {"floor", floor_}, {"rows", Json::array()}};
     for (const Scores& s : scores_) {
-      state["rows"].push_back({{"nll", s.nll}, {"kld", s.kld}, {"same_top", s.same_top}, {"window_kld", s.window_kld},
+      state["rows"].push_back({{"nll", s.nll},
+                               {"kld", s.kld},
+                               {"same_top", s.same_top},
+                               {"window_kld", s.window_kld},
                                {"bits_all_in", s.bits_all_in}});
     }
     const std::string temporary = options_.state + ".tmp";
@@ -370,7 +380,8 @@ class Run {
       row.kld_se = n > 1 ? std::sqrt(variance / (n - 1) / n) : 0.0;
       row.kld_median = Quantile(s.kld, 0.5);
       row.kld_p999 = Quantile(s.kld, 0.999);
-      row.top1 = static_cast<double>(std::count(s.same_top.begin(), s.same_top.end(), 1)) / static_cast<double>(s.same_top.size());
+      row.top1 = static_cast<double>(std::count(s.same_top.begin(), s.same_top.end(), 1)) /
+                 static_cast<double>(s.same_top.size());
       result.rows.push_back(row);
     }
     return result;

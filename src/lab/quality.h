@@ -1,5 +1,5 @@
-// How much of a model's answers a codec costs: perplexity and KL divergence against the same model's own f16 KV, K and V really
-// read back quantized; libllama's caches beside them on the same windows.
+// How much of a model's answers a codec costs: perplexity and KL divergence against the same model's own f16 KV, K and
+// V really read back quantized; libllama's caches beside them on the same windows.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,10 @@ struct QualityOptions {
   std::vector<std::string> codecs;  // specs or presets, each with the cache's default sinks
   int32_t sinks = 4;
   int32_t recent_blocks = 0;
-  bool peer = false;                // libllama f16, q8_0 and q4_0 too
-  bool weights_f32 = false;         // on a copy with all weights in f32: without it two exact attention paths already differ
+  bool peer = false;         // libllama f16, q8_0 and q4_0 too
+  bool weights_f32 = false;  // on a copy with all weights in f32: without it two exact attention paths already differ
   int32_t n_threads = 0;
-  std::string state;                // file that finished windows are kept in, to go on from; "": none
+  std::string state;  // file that finished windows are kept in, to go on from; "": none
   std::function<void(int64_t done, int64_t total)> on_window;
   std::function<bool()> should_stop;
 };
@@ -35,19 +35,19 @@ struct QualityRow {
   double bits_all_in = 0;  // everything that is kept at this context, exact tokens too
   double ppl = 0;
   double kld_mean = 0, kld_se = 0, kld_median = 0, kld_p999 = 0;  // against the same engine's f16; se over windows
-  double top1 = 0;         // fraction of positions with the same most likely token
+  double top1 = 0;  // fraction of positions with the same most likely token
 };
 
 struct QualityResult {
   int64_t context = 0;
   int64_t windows = 0;
-  int64_t positions = 0;   // scored: the second half of each window
-  double floor_kld = 0;    // our f16 against libllama's: what exact paths already differ by; 0 without --peer
+  int64_t positions = 0;  // scored: the second half of each window
+  double floor_kld = 0;   // our f16 against libllama's: what exact paths already differ by; 0 without --peer
   std::vector<QualityRow> rows;
 };
 
-// kNotFound, kInvalidArgument (codec, context beyond the model, text shorter than a window), kCancelled (finished windows are in
-// `state`), or what loading the model gives.
+// kNotFound, kInvalidArgument (codec, context beyond the model, text shorter than a window), kCancelled (finished
+// windows are in `state`), or what loading the model gives.
 Result<QualityResult> MeasureQuality(const QualityOptions& options);
 
 }  // namespace kvcell
