@@ -29,9 +29,34 @@ uint16_t PoolFor(std::vector<CellMap::PoolUse>* pools, uint32_t slot_bytes, uint
   return static_cast<uint16_t>(i);
 }
 
+// Cuts a layer's heads into runs of one codec and gives each its layout, pool and place in files.
+Status AddRuns(const CodecSpec& base, const std::vector<CodecRange>& ranges, CellMap* map, LayerCells* layer) {
+  for (uint16_t h = 0; h < layer->n_heads; ++h) {
+    const CodecSpec& codec = CodecFor(base, ranges, layer->number, h);
+    if (!layer->runs.empty()) {
+      const CellLayout& last = layer->runs.back().layout;
+      if (last.k.spec == codec.k && last.v.spec == codec.v) {
+        ++layer->runs.back().n_heads;
+        continue;
+      }
+    }
+    auto coded = MakeCellLayout(codec, layer->geometry.head_dim_k, layer->geometry.head_dim_v);
+    if (!coded) return Status(coded.error().code(), fmt::format("layer {}: {}", layer->number, coded.error().message()));
+    layer->runs.push_back({.first_head = h, .n_heads = 1, .layout = *coded});
+  }
+  CellSetShape& shape = map->shapes[layer->group];
+  for (HeadRun& run : layer->runs) {
+    run.slot = static_cast<uint16_t>(shape.layers.size());
+    shape.layers.push_back({layer->number, run.n_heads, run.layout.bytes});
+    run.pool = PoolFor(&map->coded_pools, run.layout.bytes, run.n_heads, layer->group);
+  }
+  return OkStatus();
+}
+
 }  // namespace
 
-Result<CellMap> MakeCellMap(const Geometry& geometry, const CodecSpec& codec, int32_t sinks) {
+Result<CellMap> MakeCellMap(const Geometry& geometry, const CodecSpec& codec, int32_t sinks,
+                            const std::vector<CodecRange>& ranges) {
   if (geometry.empty() || geometry.size() > 4096) {
     return Fail(StatusCode::kInvalidArgument, fmt::format("geometry: {} layers, but must be 1..4096", geometry.size()));
   }
@@ -44,18 +69,14 @@ Result<CellMap> MakeCellMap(const Geometry& geometry, const CodecSpec& codec, in
   for (size_t i = 0; i < geometry.size(); ++i) {
     const LayerGeometry& g = geometry[i];
     KVCELL_FAIL_IF_ERROR(CheckLayer(g, i));
-    auto coded = MakeCellLayout(codec, g.head_dim_k, g.head_dim_v);
-    if (!coded) return Fail(coded.error().code(), fmt::format("layer {}: {}", i, coded.error().message()));
     LayerCells layer;
     layer.geometry = g;
-    layer.coded = *coded;
     layer.open = MakeExactLayout(kBlockTokens, g.head_dim_k, g.head_dim_v);
     layer.first_cell = map.n_cells;
     layer.n_heads = static_cast<uint16_t>(g.n_kv_heads);
     layer.group = g.window > 0 ? kWindowLayers : kFullLayers;
-    layer.group_slot = static_cast<uint16_t>(map.shapes[layer.group].layers.size());
-    map.shapes[layer.group].layers.push_back({static_cast<uint16_t>(i), layer.n_heads, layer.coded.bytes});
-    layer.coded_pool = PoolFor(&map.coded_pools, layer.coded.bytes, layer.n_heads, layer.group);
+    layer.number = static_cast<uint16_t>(i);
+    KVCELL_FAIL_IF_ERROR(AddRuns(codec, ranges, &map, &layer));
     layer.exact_pool = PoolFor(&map.exact_pools, layer.open.bytes, layer.n_heads, layer.group);
     if (sinks > 0) {
       layer.sink = MakeExactLayout(sink_tokens, g.head_dim_k, g.head_dim_v);
