@@ -19,6 +19,7 @@
 
 #include "kvcell/codec.h"
 #include "kvcell/geometry.h"
+#include "kvcell/rules.h"
 #include "kvcell/status.h"
 
 namespace kvcell {
@@ -29,9 +30,19 @@ std::string_view CellStateName(CellState state);  // "ACTIVE" ...
 
 using SequenceId = int32_t;
 
+// One layer's rotary position embedding over the whole head: pair i turns by position * base^(-2i/head_dim) * scale /
+// factors[i].
+struct RopeSpec {
+  bool halves = false;  // pairs are (i, i + head_dim/2); else (2i, 2i + 1)
+  float base = 10000.0f;
+  float scale = 1.0f;
+  std::vector<float> factors;  // [head_dim / 2] or empty: 1
+};
+
 struct CacheOptions {
   Geometry geometry;  // [n_layers]
   CodecSpec codec;    // of sealed blocks
+  std::vector<CodecRange> codec_ranges;  // other codecs for some layers and KV heads
   int32_t sinks = 4;  // first tokens kept exact for every query, 0..64. More: closer to f16, bytes per sequence.
   // Sealed blocks before a query's own that it reads exactly. Each costs one f16 block per sequence.
   int32_t recent_blocks = 0;
@@ -40,6 +51,13 @@ struct CacheOptions {
   int32_t max_threads = 0;        // most parts of a Compute; 0: as many as there are processors
   uint64_t ram_budget = 0;  // bytes of KV memory, never passed; 0: as much as the context takes. Less: older cells are
                             // attended from the store, slower.
+  // What moves cells between states, and when; null: the profile `balanced`. Where the rules say a codec, sinks,
+  // recent_blocks or a RAM budget, theirs win over the fields above.
+  std::shared_ptr<const Rules> rules;
+  // How the model turns q and k by position: needed where rules cut the past to a window, since positions are then
+  // renumbered by turning the query. [n_layers] or empty.
+  std::vector<RopeSpec> rope;
+  size_t trace_records = 0;  // newest transitions kept for Cache::Trace; 0: none
   std::string store;        // directory; needed for sessions and for a budget smaller than the context; "": none
   uint8_t durability = 1;   // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
   // All that decides whether stored cells may be read and that the cache can't know: weights, tokenizer, RoPE ... as
@@ -81,7 +99,23 @@ struct CacheStats {
   uint64_t reads_ram = 0, reads_file = 0;  // cells attended
   uint64_t approximate_reads = 0;          // coded cells read where recent_blocks promised exact ones (after a cut)
   uint64_t transitions = 0;
+  int32_t pressure = 0;     // 0 none, 1 soft, 2 hard: what rules see now
+  double ram_fill = 0;      // of the room for cells, 0..1
+  uint64_t misses_streamed = 0;    // reads that had to go to the store: the cell was PERSISTED
+  uint64_t misses_recovering = 0;  // the same while it was on its way in
+  uint64_t evicted_skips = 0;      // cells within reach of a query that rules had given up
+  uint64_t thrashed = 0, damped = 0;  // blocks put to rest after going to and fro; replicas not made because of that
+  uint64_t waits = 0;              // steps that waited for room
+  double longest_wait_ms = 0;
+  uint64_t jobs = 0, failed_jobs = 0;  // batches of work off the token path
+  std::array<uint64_t, kCellStates> bytes_by_state{};  // of cells; exact replicas and sinks count as ACTIVE
   uint64_t saturated = 0, not_finite = 0;  // values that append had to change
+};
+
+// How often cells moved along one edge of the state machine.
+struct TransitionCount {
+  std::string event, from, to;  // "none" before a cell exists
+  uint64_t n = 0;
 };
 
 // One cell, for inspection.
@@ -153,7 +187,21 @@ class Cache {
   // is freed.
   virtual Result<OpenedSession> OpenSession(const std::string& name) = 0;
 
+  // Exchanges the rules between two steps: the next transition goes by the new ones. kInvalidArgument where they ask for
+  // another codec, sinks or recent_blocks, which a cache has for life; the old rules then stay in force.
+  virtual Status SetRules(std::shared_ptr<const Rules> rules) = 0;
+  // Asked from outside, done between two steps. Pin: the sequence's cells stay in RAM whatever the rules say. Persist:
+  // hard MEMORY_PRESSURE on its cells alone. Evict: its sealed cells in [begin, end) are given up and no longer attended.
+  virtual Status Pin(SequenceId sequence, bool pinned) = 0;
+  virtual Status Persist(SequenceId sequence) = 0;
+  virtual Status Evict(SequenceId sequence, int64_t begin, int64_t end) = 0;
+  // Waits for all work off the token path.
+  virtual Status Settle() = 0;
+
   virtual CacheStats Stats() const = 0;
+  virtual std::vector<TransitionCount> Transitions() const = 0;
+  // The newest transitions in Chrome's trace event format (CacheOptions::trace_records).
+  virtual std::string Trace() const = 0;
   virtual std::vector<CellInfo> Inspect(SequenceId sequence) const = 0;
 };
 

@@ -5,6 +5,7 @@
 #include <unordered_set>
 
 #include "base/checksum.h"
+#include "base/clock.h"
 #include "cache/cache_impl.h"
 
 namespace kvcell {
@@ -22,6 +23,24 @@ std::string GeometryText(const Geometry& geometry) {
   return text;
 }
 
+// What rules need of a cache beside themselves.
+Status CheckRulesFit(const CacheOptions& options) {
+  const Rules& rules = *options.rules;
+  bool keeps = false;
+  for (const EvictWindow& window : rules.windows) keeps |= window.keep;
+  if (keeps && options.store.empty()) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("rules `{}` keep evicted cells in the store, but there is none; name one", rules.name));
+  }
+  if (!rules.windows.empty() && options.rope.size() != options.geometry.size()) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("rules `{}` cut the past to a window, which needs to know how the model turns positions; "
+                              "give CacheOptions::rope for each layer",
+                              rules.name));
+  }
+  return OkStatus();
+}
+
 size_t BlocksFor(size_t n_tokens) { return (n_tokens + kBlockTokens - 1) / kBlockTokens; }
 
 }  // namespace
@@ -31,7 +50,8 @@ Result<std::unique_ptr<Cache>> Cache::Open(const CacheOptions& options) { return
 Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
   const CacheOptions options = WithDefaults(given);
   KVCELL_FAIL_IF_ERROR(CheckOptions(options));
-  auto map = MakeCellMap(options.geometry, options.codec, options.sinks);
+  KVCELL_FAIL_IF_ERROR(CheckRulesFit(options));
+  auto map = MakeCellMap(options.geometry, options.codec, options.sinks, options.codec_ranges);
   if (!map) return Fail(map.error());
   const MemoryShape shape = ShapeFor(*map, options);
   const uint64_t scratch = ScratchBytes(*map, options);
@@ -58,25 +78,21 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
                                                      .scratch_bytes = scratch,
                                                      .shape = shape,
                                                      .store = cache->store_.get(),
-                                                     .generation = generation});
+                                                     .generation = generation,
+                                                     .rules = options.rules,
+                                                     .probe = {}});
   if (!memory) return Fail(memory.error());
   cache->memory_ = std::move(*memory);
-  cache->identity_ = options.identity;
-  cache->identity_.emplace_back("geometry", GeometryText(options.geometry));
-  cache->identity_.emplace_back("codec", CodecText(options.codec));
-  cache->identity_.emplace_back("sinks", std::to_string(options.sinks));
-  cache->identity_.emplace_back("recent_blocks", std::to_string(options.recent_blocks));
-  cache->identity_.emplace_back("format",
-                                fmt::format("block{} cell{} cache{}", kBlockTokens, kCellVersion, kCacheFormat));
-  std::string text;
-  for (const auto& [field, value] : cache->identity_) text += field + '\0' + value + '\0';
-  cache->identity_digest_ = Checksum128(std::as_bytes(std::span(text)));
+  cache->memory_->trace().Enable(options.trace_records);
+  cache->SetIdentity();
 
   const CellMap& cells = cache->memory_->map();
   for (const LayerCells& layer : cells.layers) {
     const LayerGeometry& g = layer.geometry;
-    cache->heads_.push_back(
-        {.dk = g.head_dim_k, .dv = g.head_dim_v, .scale = g.scale, .softcap = g.softcap, .coded = layer.coded});
+    for (uint16_t h = 0; h < layer.n_heads; ++h) {
+      cache->heads_.push_back(
+          {.dk = g.head_dim_k, .dv = g.head_dim_v, .scale = g.scale, .softcap = g.softcap, .coded = layer.coded(h)});
+    }
   }
   cache->sequences_.resize(static_cast<size_t>(options.max_sequences));
   cache->scratch_.resize(StepScratchBytes(cells, options));
@@ -84,6 +100,22 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
   cache->workers_.resize(static_cast<size_t>(options.max_threads));
   for (Worker& worker : cache->workers_) worker.ring.resize(RingBytes(cells, options));
   return cache;
+}
+
+// All that decides whether a stored cell may be read: what the caller gave, and what the cache and its rules add.
+void CacheImpl::SetIdentity() {
+  identity_ = options_.identity;
+  identity_.emplace_back("geometry", GeometryText(options_.geometry));
+  identity_.emplace_back("codec", CodecPlanText(options_.codec, options_.codec_ranges));
+  identity_.emplace_back("sinks", std::to_string(options_.sinks));
+  identity_.emplace_back("recent_blocks", std::to_string(options_.recent_blocks));
+  if (const std::string policy = options_.rules->IdentityText(); !policy.empty()) {
+    identity_.emplace_back("rules", policy);
+  }
+  identity_.emplace_back("format", fmt::format("block{} cell{} cache{}", kBlockTokens, kCellVersion, kCacheFormat));
+  std::string text;
+  for (const auto& [field, value] : identity_) text += field + '\0' + value + '\0';
+  identity_digest_ = Checksum128(std::as_bytes(std::span(text)));
 }
 
 CacheImpl::~CacheImpl() {
@@ -110,7 +142,15 @@ Status InStep(std::string_view call) {
 Result<SequenceId> CacheImpl::Create() {
   for (size_t i = 0; i < sequences_.size(); ++i) {
     if (sequences_[i] != nullptr) continue;
-    sequences_[i] = std::make_unique<Sequence>();
+    auto sequence = std::make_unique<Sequence>();
+    sequence->generation = memory_->generation();
+    if (options_.rules->depends_on_memory && store_ != nullptr) {
+      auto own = store_->NextGeneration();
+      if (!own) return Fail(own.error());
+      sequence->generation = *own;
+    }
+    sequence->evict_floors.assign(options_.rules->windows.size(), 0);
+    sequences_[i] = std::move(sequence);
     return static_cast<SequenceId>(i);
   }
   return Fail(StatusCode::kOutOfBudget,
@@ -128,6 +168,7 @@ Result<SequenceId> CacheImpl::Fork(SequenceId parent_id) {
   child->tokens = parent->tokens;
   child->window_floor = parent->window_floor;
   child->replica_floor = parent->replica_floor;
+  child->evict_floors = parent->evict_floors;
   for (Block* block : child->blocks) CellMemory::AddRef(block);
   return id;
 }
@@ -161,15 +202,21 @@ Result<int64_t> CacheImpl::Trim(SequenceId id, int64_t length) {
   sequence->tokens.resize(static_cast<size_t>(length));
   sequence->window_floor = std::min(sequence->window_floor, sequence->blocks.size());
   sequence->replica_floor = std::min(sequence->replica_floor, sequence->blocks.size());
+  for (size_t& floor : sequence->evict_floors) floor = std::min(floor, sequence->blocks.size());
   return length;
 }
 
 // Whether the next token after `length` would find all that its sliding windows see.
 bool CacheImpl::WindowsThere(const Sequence& sequence, int64_t length) const {
   for (const LayerCells& layer : memory_->map().layers) {
-    if (layer.group != kWindowLayers || length == 0) continue;
+    if (length == 0) continue;
     const int64_t oldest = std::max<int64_t>(0, length - layer.geometry.window + 1);
-    for (auto b = static_cast<size_t>(oldest / kBlockTokens); b < BlocksFor(static_cast<size_t>(length)); ++b) {
+    const size_t begin = layer.group == kWindowLayers
+                             ? static_cast<size_t>(oldest / kBlockTokens)
+                             : FirstVisible(layer, static_cast<size_t>(length / kBlockTokens));
+    // Without a window every block is there, or was given up for good by a rule or a person.
+    if (layer.group == kFullLayers && options_.rules->WindowOf(layer.number) == 0) continue;
+    for (size_t b = begin; b < BlocksFor(static_cast<size_t>(length)); ++b) {
       if (sequence.blocks[b]->cells[layer.first_cell].state == CellState::kEvicted) return false;
     }
   }
@@ -191,6 +238,8 @@ BlockKey CacheImpl::KeyOf(const Block& block) const {
   stream.Update(std::as_bytes(std::span(identity_digest_)));
   stream.Update(std::as_bytes(std::span(block.parent)));
   stream.Update(std::as_bytes(std::span(block.tokens)));
+  // A block that depends on what memory allowed is its sequence's own: no other has this key.
+  if (options_.rules->depends_on_memory) stream.Update(std::as_bytes(std::span(&block.generation, 1)));
   return stream.Digest();
 }
 
@@ -237,12 +286,15 @@ Status CacheImpl::PlanSequence(const StepItem& item, int32_t first_row, int32_t*
   planned->first_block = start / kBlockTokens;
   KVCELL_RETURN_IF_ERROR(MakeWritable(&sequence));
   const size_t n_sealed = end / kBlockTokens;
+  const bool coded_on_seal = memory_->SealCodesAll();
   BlockKey parent = planned->first_block == 0 ? BlockKey{} : sequence.blocks[planned->first_block - 1]->key;
   for (size_t b = planned->first_block; b < BlocksFor(end); ++b) {
     StepBlock step;
     step.is_new = b >= sequence.blocks.size();
     const auto position = static_cast<int64_t>(b) * kBlockTokens;
     step.block = step.is_new ? memory_->NewBlock(position, parent) : sequence.blocks[b];
+    if (step.is_new) step.block->generation = sequence.generation;
+    step.block->sequence_end = static_cast<int64_t>(end);
     planned->blocks.push_back(step);  // from here on Abort gives it back
     StepBlock& kept = planned->blocks.back();
     kept.begin = static_cast<int32_t>(std::max(start, b * kBlockTokens) - b * kBlockTokens);
@@ -252,7 +304,7 @@ Status CacheImpl::PlanSequence(const StepItem& item, int32_t first_row, int32_t*
     Block& block = *kept.block;
     std::copy_n(item.tokens.begin() + (kept.first_row - first_row), kept.end - kept.begin,
                 block.tokens.begin() + kept.begin);
-    const bool stays_exact = !kept.seals || b + static_cast<size_t>(options_.recent_blocks) >= n_sealed;
+    const bool stays_exact = !kept.seals || !coded_on_seal || b + static_cast<size_t>(options_.recent_blocks) >= n_sealed;
     if (kept.is_new && !stays_exact) kept.scratch = (*scratch)++;
     if (kept.is_new && stays_exact) KVCELL_RETURN_IF_ERROR(memory_->CreateExact(&block));
     if (kept.is_new && b == 0 && options_.sinks > 0) memory_->CreateSinks(&block);
@@ -267,12 +319,14 @@ Status CacheImpl::PlanSequence(const StepItem& item, int32_t first_row, int32_t*
 
 Status CacheImpl::Begin(std::span<const StepItem> items) {
   KVCELL_RETURN_IF_ERROR(CheckItems(items));
-  uint64_t n_sealing = 0;
+  uint64_t n_sealing = 0, n_new = 0;
   for (const StepItem& item : items) {
     const size_t start = Find(item.sequence)->tokens.size();
     n_sealing += (start + item.tokens.size()) / kBlockTokens - start / kBlockTokens;
+    n_new += BlocksFor(start + item.tokens.size()) - BlocksFor(start) + 1;  // one for a copy-on-write
   }
-  KVCELL_RETURN_IF_ERROR(memory_->ReserveCoded(n_sealing));
+  const bool coded_on_seal = memory_->SealCodesAll();
+  KVCELL_RETURN_IF_ERROR(memory_->ReserveCoded(n_sealing, coded_on_seal ? 0 : n_new));
   step_.clear();
   step_.resize(items.size());
   in_step_ = true;
@@ -291,6 +345,23 @@ Status CacheImpl::Begin(std::span<const StepItem> items) {
   return OkStatus();
 }
 
+// What guards look at: which steps read a block, and how far it is from its sequence's end.
+void CacheImpl::NoteReads(const StepSequence& item) {
+  const auto step = static_cast<uint64_t>(n_steps_);
+  const int64_t now = std::chrono::duration_cast<std::chrono::seconds>(SteadyNow().time_since_epoch()).count();
+  const auto end = static_cast<int64_t>(item.sequence->tokens.size() + item.tokens.size());
+  for (size_t b = FirstVisible(item.first_block); b < item.first_block; ++b) {
+    Block& block = *item.sequence->blocks[b];
+    ++block.reads;
+    const bool again = block.last_access == step;  // another sequence of this step has read it
+    const uint64_t since = step - block.last_access;
+    if (!again) block.read_steps = (since >= 64 ? 0 : block.read_steps << since) | 1;
+    block.sequence_end = again ? std::min(block.sequence_end, end) : end;
+    block.last_access = step;
+    block.last_read_s = now;
+  }
+}
+
 void CacheImpl::PlanTiles() {
   const CellMap& map = memory_->map();
   tiles_.clear();
@@ -299,14 +370,13 @@ void CacheImpl::PlanTiles() {
     for (size_t i = 0; i < item.blocks.size(); ++i) {
       const size_t own = item.first_block + i;
       const size_t n_coded = own - std::min(own, static_cast<size_t>(options_.recent_blocks));
-      tiles_.push_back({&item, i, static_cast<int32_t>((n_coded + kSegmentBlocks - 1) / kSegmentBlocks)});
+      const size_t first_segment = FirstVisible(own) / kSegmentBlocks;
+      const size_t end_segment = (n_coded + kSegmentBlocks - 1) / kSegmentBlocks;
+      const auto n_segments = static_cast<int32_t>(end_segment - std::min(end_segment, first_segment));
+      tiles_.push_back({&item, i, n_segments, first_segment});
       split_segments_ += static_cast<uint32_t>(tiles_.back().n_segments) + 1;
     }
-    for (size_t b = 0; b < item.first_block; ++b) {
-      Block& block = *item.sequence->blocks[b];
-      ++block.reads;
-      block.last_access = static_cast<uint64_t>(n_steps_);
-    }
+    NoteReads(item);
   }
   for (size_t i = 0; i < map.layers.size(); ++i) next_unit_[i].store(0, std::memory_order_relaxed);
 
@@ -352,10 +422,12 @@ Status CacheImpl::Commit() {
     }
     sequence.tokens.insert(sequence.tokens.end(), item.tokens.begin(), item.tokens.end());
     DropPassed(&sequence);
+    EvictPassed(&sequence);
+    memory_->Touched(sequence.blocks, static_cast<uint64_t>(n_steps_));
   }
   step_.clear();
   in_step_ = false;
-  memory_->BalanceInBackground();
+  memory_->BalanceInBackground(/*moved_on=*/false);
   return OkStatus();
 }
 
@@ -364,7 +436,8 @@ void CacheImpl::DropPassed(Sequence* sequence) {
   const size_t n_sealed = sequence->tokens.size() / kBlockTokens;
   const size_t keep_exact = static_cast<size_t>(options_.recent_blocks);
   size_t& replica = sequence->replica_floor;
-  for (; replica + keep_exact < n_sealed && sequence->blocks[replica]->refs == 1; ++replica) {
+  for (; replica + keep_exact < n_sealed && sequence->blocks[replica]->refs == 1 && !sequence->blocks[replica]->busy;
+       ++replica) {
     memory_->DropExact(sequence->blocks[replica]);
   }
   if (memory_->map().shapes[kWindowLayers].layers.empty()) return;
@@ -378,6 +451,120 @@ void CacheImpl::DropPassed(Sequence* sequence) {
     memory_->EvictGroup(sequence->blocks[floor], kWindowLayers);
   }
 }
+
+// The first block that a query of block `own_block` sees in this layer, by the windows of the rules; sinks apart.
+size_t CacheImpl::FirstVisible(const LayerCells& layer, size_t own_block) const {
+  const auto window = layer.group == kFullLayers ? static_cast<size_t>(options_.rules->WindowOf(layer.number)) : 0;
+  const size_t blocks = (window + kBlockTokens - 1) / kBlockTokens;
+  return window == 0 || own_block <= blocks ? 0 : own_block - blocks;
+}
+
+// The same for all layers together.
+size_t CacheImpl::FirstVisible(size_t own_block) const {
+  if (options_.rules->windows.empty()) return 0;
+  size_t first = own_block;
+  for (const LayerCells& layer : memory_->map().layers) {
+    if (layer.group == kFullLayers) first = std::min(first, FirstVisible(layer, own_block));
+  }
+  return first;
+}
+
+// EVICT of blocks that every later query's window, by the rules, leaves out.
+void CacheImpl::EvictPassed(Sequence* sequence) {
+  const Rules& rules = *options_.rules;
+  const size_t own = sequence->tokens.size() / kBlockTokens;
+  for (size_t w = 0; w < rules.windows.size(); ++w) {
+    const EvictWindow& window = rules.windows[w];
+    const size_t reach = static_cast<size_t>((window.tokens + kBlockTokens - 1) / kBlockTokens);
+    size_t& floor = sequence->evict_floors[w];
+    for (; floor + reach < own; ++floor) {
+      Block* block = sequence->blocks[floor];
+      // Shared with a fork that is behind, or on its way to the store: later.
+      if (block->refs != 1 || block->pinned) break;
+      const auto age = static_cast<int64_t>(sequence->tokens.size()) - block->position - kBlockTokens;
+      if (!memory_->EvictLayers(block, window.layers, std::max(age, window.tokens))) break;
+    }
+  }
+}
+
+Status CacheImpl::SetRules(std::shared_ptr<const Rules> rules) {
+  if (in_step_) return InStep("SetRules");
+  if (rules == nullptr) rules = DefaultRules();
+  CacheOptions wanted = options_;
+  wanted.rules = rules;
+  wanted = WithDefaults(wanted);
+  const auto fixed = [](std::string_view what) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("the new rules ask for {}, which a cache has for life; the old rules stay in force", what));
+  };
+  if (CodecPlanText(wanted.codec, wanted.codec_ranges) != CodecPlanText(options_.codec, options_.codec_ranges)) {
+    return fixed(fmt::format("codec {}", CodecPlanText(wanted.codec, wanted.codec_ranges)));
+  }
+  if (wanted.sinks != options_.sinks) return fixed(fmt::format("{} sinks", wanted.sinks));
+  if (wanted.recent_blocks != options_.recent_blocks) return fixed(fmt::format("{} recent blocks", wanted.recent_blocks));
+  KVCELL_RETURN_IF_ERROR(CheckRulesFit(wanted));
+  if (IsElastic(*rules) && !IsElastic(*options_.rules)) {
+    const uint64_t minimum = [&] {
+      const MemoryShape shape = ShapeFor(memory_->map(), wanted);
+      return shape.fixed_bytes + shape.minimum_coded + ScratchBytes(memory_->map(), wanted);
+    }();
+    if (options_.ram_budget < minimum) return fixed(fmt::format("a RAM budget of {} bytes at least", minimum));
+  }
+  options_.rules = rules;
+  memory_->SetRules(std::move(rules));
+  SetIdentity();
+  for (auto& sequence : sequences_) {
+    if (sequence != nullptr) sequence->evict_floors.assign(options_.rules->windows.size(), 0);
+  }
+  return OkStatus();
+}
+
+Status CacheImpl::Pin(SequenceId id, bool pinned) {
+  if (in_step_) return InStep("Pin");
+  Sequence* sequence = Find(id);
+  if (sequence == nullptr) return NoSequence(id);
+  for (Block* block : sequence->blocks) block->pinned = pinned;
+  return OkStatus();
+}
+
+Status CacheImpl::Persist(SequenceId id) {
+  if (in_step_) return InStep("Persist");
+  Sequence* sequence = Find(id);
+  if (sequence == nullptr) return NoSequence(id);
+  const size_t n_sealed = sequence->tokens.size() / kBlockTokens;
+  return memory_->Persist(std::span<Block* const>(sequence->blocks.data(), n_sealed));
+}
+
+Status CacheImpl::Evict(SequenceId id, int64_t begin, int64_t end) {
+  if (in_step_) return InStep("Evict");
+  Sequence* sequence = Find(id);
+  if (sequence == nullptr) return NoSequence(id);
+  KVCELL_RETURN_IF_ERROR(memory_->Settle());
+  for (Block* block : sequence->blocks) {
+    if (!block->sealed || block->refs != 1 || block->position < begin || block->position + kBlockTokens > end) continue;
+    (void)memory_->EvictLayers(block, {}, 0);
+  }
+  return OkStatus();
+}
+
+std::vector<TransitionCount> CacheImpl::Transitions() const {
+  std::vector<TransitionCount> counts;
+  for (int e = 0; e < kCellEvents; ++e) {
+    for (int from = -1; from < kCellStates; ++from) {
+      for (int to = 0; to < kCellStates; ++to) {
+        const auto event = static_cast<CellEvent>(e);
+        const auto before = from < 0 ? std::nullopt : std::optional(static_cast<CellState>(from));
+        const uint64_t n = memory_->transitions().of(event, before, static_cast<CellState>(to));
+        if (n == 0) continue;
+        counts.push_back({std::string(CellEventName(event)), before ? std::string(CellStateName(*before)) : "none",
+                          std::string(CellStateName(static_cast<CellState>(to))), n});
+      }
+    }
+  }
+  return counts;
+}
+
+std::string CacheImpl::Trace() const { return ChromeTrace(memory_->trace().Records()); }
 
 std::vector<Block*> CacheImpl::LiveBlocks() const {
   std::vector<Block*> blocks;
@@ -400,15 +587,23 @@ CacheStats CacheImpl::Stats() const {
       for (uint16_t h = 0; h < layer.n_heads; ++h) {
         const CellEntry& cell = block->cells[layer.first_cell + h];
         ++stats.cells.by_state[static_cast<size_t>(cell.state)];
+        const uint32_t bytes = layer.coded(h).bytes;
+        if (cell.exact != kNoSlot) {
+          stats.bytes_by_state[static_cast<size_t>(CellState::kActive)] += layer.open.bytes;
+        }
         if (cell.state == CellState::kEvicted) continue;
-        if (block->sealed) {
-          stats.kv_bytes += layer.coded.bytes;
-          coded_bytes += layer.coded.bytes;
+        if (cell.coded != kNoSlot || cell.state == CellState::kPersisted) {
+          const bool replica = cell.state == CellState::kActive;
+          stats.bytes_by_state[static_cast<size_t>(replica ? CellState::kQuantized : cell.state)] += bytes;
+        }
+        if (cell.coded != kNoSlot || cell.state == CellState::kPersisted || cell.state == CellState::kRecovering) {
+          stats.kv_bytes += bytes;
+          coded_bytes += bytes;
           elements += static_cast<uint64_t>(kBlockTokens) *
                       static_cast<uint64_t>(layer.geometry.head_dim_k + layer.geometry.head_dim_v);
         }
         if (cell.exact != kNoSlot) stats.kv_bytes += layer.open.bytes;
-        if (cell.durable) stats.file_bytes += layer.coded.bytes;
+        if (cell.durable) stats.file_bytes += bytes;
       }
       if (!block->sinks.empty()) stats.kv_bytes += uint64_t{layer.n_heads} * layer.sink.bytes;
     }
@@ -428,6 +623,18 @@ CacheStats CacheImpl::Stats() const {
   stats.reads_file = reads_file_.load(std::memory_order_relaxed);
   stats.approximate_reads = approximate_reads_.load(std::memory_order_relaxed);
   stats.transitions = memory_->transitions().total();
+  stats.pressure = static_cast<int32_t>(memory_->pressure());
+  stats.ram_fill = memory_->ram_fill();
+  stats.misses_streamed = memory_->streamed_reads();
+  stats.misses_recovering = memory_->recovering_reads();
+  stats.evicted_skips = evicted_skips_.load(std::memory_order_relaxed);
+  const CellMemory::Counters& counters = memory_->counters();
+  stats.thrashed = counters.thrashed;
+  stats.damped = counters.damped;
+  stats.waits = counters.waits;
+  stats.longest_wait_ms = counters.longest_wait_ms;
+  stats.jobs = counters.jobs;
+  stats.failed_jobs = counters.failed_jobs;
   stats.saturated = saturated_.load(std::memory_order_relaxed);
   stats.not_finite = not_finite_.load(std::memory_order_relaxed);
   return stats;

@@ -24,6 +24,8 @@ struct Sequence {
   std::vector<Token> tokens;
   size_t window_floor = 0;   // blocks before it have given up their sliding-window cells
   size_t replica_floor = 0;  // sealed blocks before it have given up their exact cells
+  std::vector<size_t> evict_floors;  // by window of the rules: blocks before it have been given up for its layers
+  uint64_t generation = 0;           // of its blocks, where results depend on memory: nobody else's have it
   std::unique_ptr<Store::SessionLock> lock;
   std::string locked_name;
 };
@@ -50,6 +52,7 @@ struct Tile {
   const StepSequence* owner = nullptr;
   size_t index = 0;        // into owner->blocks
   int32_t n_segments = 0;  // of coded blocks before it; one more with the exact cells follows
+  size_t first_segment = 0;  // where these begin: those before it are behind the windows of all layers
 };
 
 // What one thread works with; grows once.
@@ -62,6 +65,9 @@ struct Worker {
   std::vector<float*> out;
   std::vector<int64_t> begin, end;
   std::vector<CellRef> cells;
+  PreparedQueries sink_queries;        // turned to where a window's renumbering puts them
+  std::vector<float> turned;           // [n_rows][dk]
+  std::vector<const float*> turned_q;  // [n_rows]
 };
 
 class CacheImpl final : public Cache {
@@ -89,7 +95,15 @@ class CacheImpl final : public Cache {
               const std::string& extras) override;
   Result<OpenedSession> OpenSession(const std::string& name) override;
 
+  Status SetRules(std::shared_ptr<const Rules> rules) override;
+  Status Pin(SequenceId sequence, bool pinned) override;
+  Status Persist(SequenceId sequence) override;
+  Status Evict(SequenceId sequence, int64_t begin, int64_t end) override;
+  Status Settle() override { return memory_->Settle(); }
+
   CacheStats Stats() const override;
+  std::vector<TransitionCount> Transitions() const override;
+  std::string Trace() const override;
   std::vector<CellInfo> Inspect(SequenceId sequence) const override;
 
  private:
@@ -100,10 +114,15 @@ class CacheImpl final : public Cache {
   Status CheckItems(std::span<const StepItem> items) const;
   Status PlanSequence(const StepItem& item, int32_t first_row, int32_t* scratch, StepSequence* planned);
   Status MakeWritable(Sequence* sequence);
+  void NoteReads(const StepSequence& item);
   void PlanTiles();
   void ReleaseFrom(Sequence* sequence, size_t first_block);
   bool WindowsThere(const Sequence& sequence, int64_t length) const;
   void DropPassed(Sequence* sequence);
+  void EvictPassed(Sequence* sequence);
+  size_t FirstVisible(const LayerCells& layer, size_t own_block) const;
+  size_t FirstVisible(size_t own_block) const;
+  void SetIdentity();
   BlockKey KeyOf(const Block& block) const;
   std::vector<Block*> LiveBlocks() const;
 
@@ -117,6 +136,8 @@ class CacheImpl final : public Cache {
                Worker* worker) const;
   Status AttendSegment(const LayerCells& layer, const Tile& tile, uint16_t head, int32_t segment,
                        const PreparedQueries& queries, Worker* worker, Partial* state);
+  Status AttendTurnedSinks(const LayerCells& layer, uint16_t head, size_t gap_tokens, const PreparedQueries& queries,
+                           const CellRef& sinks, Worker* worker, Partial* state);
   Status ExactCells(const LayerCells& layer, const Tile& tile, uint16_t head, Worker* worker);
   void AttendWhole(int layer, const Tile& tile, uint16_t head, const float* q, float* out, Worker* worker);
   void AttendSplit(int layer, const float* q, float* out, Worker* worker);
@@ -132,7 +153,7 @@ class CacheImpl final : public Cache {
   BlockKey identity_digest_{};
   std::unique_ptr<Store> store_;
   std::unique_ptr<CellMemory> memory_;
-  std::vector<HeadContext> heads_;                    // [n_layers]
+  std::vector<HeadContext> heads_;                    // [n_cells]: one for each layer and KV head
   std::vector<std::unique_ptr<Sequence>> sequences_;  // by id; null: free
 
   // The step under way.
@@ -147,6 +168,7 @@ class CacheImpl final : public Cache {
   std::vector<Worker> workers_;  // [max_threads]
   std::mutex error_mutex_;
   Status error_;  // first error of the step
+  std::atomic<uint64_t> evicted_skips_{0};
   std::atomic<uint64_t> reads_ram_{0}, reads_file_{0}, approximate_reads_{0};
   std::atomic<uint64_t> saturated_{0}, not_finite_{0};
 

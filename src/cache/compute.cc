@@ -2,11 +2,21 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <exception>
 
 #include "cache/cache_impl.h"
 
 namespace kvcell {
+namespace {
+
+// A sealed cell that rules have left exact, or made exact again. (A replica that recent_blocks keeps for nearer queries
+// is QUANTIZED: farther ones read its coded bytes.)
+bool ReadsExactly(const Block& block, const CellEntry& cell) {
+  return cell.exact != kNoSlot && (cell.coded == kNoSlot || (block.sealed && cell.state == CellState::kActive));
+}
+
+}  // namespace
 
 void CacheImpl::Compute(int layer, const float* k, const float* v, const float* q, float* out, int part,
                         int n_parts) noexcept {
@@ -76,9 +86,9 @@ void CacheImpl::AppendBlock(const LayerCells& layer, int layer_index, const Step
     CopyExactTokens(layer.open, exact, step.begin, std::min(step.end, memory_->map().sinks), layer.sink,
                     memory_->sink(layer, block.sinks[layer.first_cell + head]), step.begin);
   }
-  if (!step.seals) return;
-  std::byte* coded = memory_->coded(layer, cell);
-  EncodeCell(layer.coded, layer.open, exact, block.position == 0 ? memory_->map().sinks : 0, coded);
+  if (!step.seals || cell.coded == kNoSlot) return;  // the rules may leave a sealed cell exact
+  std::byte* coded = memory_->coded(layer, head, cell);
+  EncodeCell(layer.coded(head), layer.open, exact, block.position == 0 ? memory_->map().sinks : 0, coded);
   SealHeader(coded, static_cast<uint16_t>(layer_index), head, static_cast<uint64_t>(block.position), block.key.data(),
              block.generation);
 }
@@ -129,6 +139,10 @@ Status CacheImpl::ExactCells(const LayerCells& layer, const Tile& tile, uint16_t
     CellRef cell;
     cell.position = block.position;
     cell.last = static_cast<int16_t>(in_step ? step->end : kBlockTokens);
+    if (block.cells[cell_index].state == CellState::kEvicted && !in_step) {
+      evicted_skips_.fetch_add(1, std::memory_order_relaxed);
+      continue;
+    }
     if (in_step || block.cells[cell_index].exact != kNoSlot) {
       cell.kind = CellRef::Kind::kExact;
       cell.exact = &layer.open;
@@ -136,7 +150,7 @@ Status CacheImpl::ExactCells(const LayerCells& layer, const Tile& tile, uint16_t
     } else {
       // A replica that is gone (after a cut): the coded cell stands in, and the read is counted as approximate.
       auto bytes =
-          memory_->CodedForRead(block, layer, head, worker->ring.data() + worker->cells.size() * layer.coded.bytes);
+          memory_->CodedForRead(block, layer, head, worker->ring.data() + worker->cells.size() * layer.widest_coded());
       if (!bytes) return bytes.error();
       cell.bytes = *bytes;
       cell.first = static_cast<int16_t>(block.position == 0 ? memory_->map().sinks : 0);
@@ -163,26 +177,47 @@ Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint1
                                 const PreparedQueries& queries, Worker* worker, Partial* state) {
   const StepSequence& item = *tile.owner;
   uint64_t from_file = 0;
+  const size_t own = item.first_block + tile.index;
+  const size_t first_visible = FirstVisible(layer, own);
   if (segment == tile.n_segments) {
     KVCELL_RETURN_IF_ERROR(ExactCells(layer, tile, head, worker));
+    // Behind a window the sinks come right before its first block, as if what lies between had never been.
+    const auto gap = static_cast<int64_t>(first_visible) * kBlockTokens - memory_->map().sinks;
+    if (first_visible > 0 && gap > 0 && !worker->cells.empty() && worker->cells.front().exact == &layer.sink) {
+      const CellRef sinks = worker->cells.front();
+      worker->cells.erase(worker->cells.begin());
+      KVCELL_RETURN_IF_ERROR(
+          AttendTurnedSinks(layer, head, static_cast<size_t>(gap), queries, sinks, worker, state));
+    }
   } else {
-    const size_t own = item.first_block + tile.index;
     const size_t n_coded = own - std::min(own, static_cast<size_t>(options_.recent_blocks));
-    const size_t begin = static_cast<size_t>(segment) * kSegmentBlocks;
+    const size_t begin = (tile.first_segment + static_cast<size_t>(segment)) * kSegmentBlocks;
     const size_t end = std::min(n_coded, begin + kSegmentBlocks);
     worker->cells.clear();
     std::byte* ring = worker->ring.data();
-    for (size_t b = begin; b < end; ++b) {
+    for (size_t b = std::max(begin, first_visible); b < end; ++b) {
       const Block& block = b >= item.first_block ? *item.blocks[b - item.first_block].block : *item.sequence->blocks[b];
       if (block.position + kBlockTokens <= queries.rows().begin[0]) continue;  // before every row's window
-      auto bytes = memory_->CodedForRead(block, layer, head, ring);
-      if (!bytes) return bytes.error();
-      if (*bytes == ring) {
-        ring += layer.coded.bytes;
-        ++from_file;
+      const CellEntry& entry = block.cells[layer.first_cell + head];
+      if (block.sealed && entry.state == CellState::kEvicted) {
+        evicted_skips_.fetch_add(1, std::memory_order_relaxed);
+        continue;
       }
       CellRef cell;
-      cell.bytes = *bytes;
+      if (ReadsExactly(block, entry)) {
+        cell.kind = CellRef::Kind::kExact;
+        cell.exact = &layer.open;
+        cell.bytes = memory_->exact(layer, entry);
+      } else {
+        auto bytes = memory_->CodedForRead(block, layer, head, ring);
+        if (!bytes) return bytes.error();
+        if (*bytes == ring) {
+          ring += layer.widest_coded();
+          ++from_file;
+          memory_->NoteMiss(entry, 1);
+        }
+        cell.bytes = *bytes;
+      }
       cell.position = block.position;
       cell.first = static_cast<int16_t>(block.position == 0 ? memory_->map().sinks : 0);
       cell.last = kBlockTokens;
@@ -192,6 +227,41 @@ Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint1
   ::kvcell::Attend(queries, worker->cells, state);
   if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
   reads_ram_.fetch_add(worker->cells.size() - from_file, std::memory_order_relaxed);
+  return OkStatus();
+}
+
+// The sinks' part of an exact segment when rules have cut out `gap_tokens` positions behind them: keys stay as they are,
+// the query is turned back by as much (StreamingLLM, arXiv 2309.17453).
+Status CacheImpl::AttendTurnedSinks(const LayerCells& layer, uint16_t head, size_t gap_tokens,
+                                    const PreparedQueries& queries, const CellRef& sinks, Worker* worker,
+                                    Partial* state) {
+  const RopeSpec& rope = options_.rope[layer.number];
+  const auto dk = static_cast<size_t>(layer.geometry.head_dim_k);
+  const QueryRows& rows = queries.rows();
+  const auto n_rows = static_cast<size_t>(rows.n_rows);
+  worker->turned.resize(n_rows * dk);
+  worker->turned_q.resize(n_rows);
+  for (size_t r = 0; r < n_rows; ++r) {
+    worker->turned_q[r] = worker->turned.data() + r * dk;
+    std::copy_n(rows.q[r], dk, worker->turned.data() + r * dk);
+  }
+  for (size_t i = 0; i < dk / 2; ++i) {
+    const double factor = rope.factors.empty() ? 1.0 : static_cast<double>(rope.factors[i]);
+    const double angle = -static_cast<double>(gap_tokens) * static_cast<double>(rope.scale) / factor *
+                         std::pow(static_cast<double>(rope.base), -2.0 * static_cast<double>(i) / static_cast<double>(dk));
+    const auto c = static_cast<float>(std::cos(angle)), s = static_cast<float>(std::sin(angle));
+    const size_t a = rope.halves ? i : 2 * i, b = rope.halves ? i + dk / 2 : 2 * i + 1;
+    for (size_t r = 0; r < n_rows; ++r) {
+      float* q = worker->turned.data() + r * dk;
+      const float x = q[a], y = q[b];
+      q[a] = x * c - y * s;
+      q[b] = x * s + y * c;
+    }
+  }
+  worker->sink_queries.Prepare(heads_[layer.first_cell + head],
+                               {.n_rows = rows.n_rows, .q = worker->turned_q.data(), .begin = rows.begin, .end = rows.end});
+  ::kvcell::Attend(worker->sink_queries, {&sinks, 1}, state);
+  reads_ram_.fetch_add(1, std::memory_order_relaxed);
   return OkStatus();
 }
 
@@ -214,7 +284,7 @@ void CacheImpl::AttendPart(int layer_index, const float* q, float* out, int part
 void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, const float* q, float* out,
                             Worker* worker) {
   const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
-  const HeadContext& context = heads_[static_cast<size_t>(layer_index)];
+  const HeadContext& context = heads_[layer.first_cell + head];
   SetRows(layer, tile, head, q, out, worker);
   const QueryRows rows{.n_rows = static_cast<int32_t>(worker->q.size()),
                        .q = worker->q.data(),
@@ -238,11 +308,11 @@ void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, co
 // order.
 void CacheImpl::AttendSplit(int layer_index, const float* q, float* out, Worker* worker) {
   const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
-  const HeadContext& context = heads_[static_cast<size_t>(layer_index)];
   auto& next = next_unit_[static_cast<size_t>(layer_index)];
   const uint32_t n_units = split_segments_ * layer.n_heads;
   for (uint32_t unit = next.fetch_add(1); unit < n_units; unit = next.fetch_add(1)) {
     const auto head = static_cast<uint16_t>(unit % layer.n_heads);
+    const HeadContext& context = heads_[layer.first_cell + head];
     uint32_t rest = unit / layer.n_heads;
     size_t t = 0;
     while (rest > static_cast<uint32_t>(tiles_[t].n_segments))

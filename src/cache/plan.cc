@@ -21,7 +21,27 @@ int32_t LongestWindow(const Geometry& geometry) {
 
 }  // namespace
 
+int64_t WidestRuleWindow(const Rules& rules, const Geometry& geometry) {
+  int64_t widest = 0;
+  for (size_t i = 0; i < geometry.size(); ++i) {
+    if (geometry[i].window > 0) continue;
+    const int64_t window = rules.WindowOf(static_cast<int32_t>(i));
+    if (window == 0) return 0;
+    widest = std::max(widest, window);
+  }
+  return widest;
+}
+
 CacheOptions WithDefaults(CacheOptions options) {
+  if (options.rules == nullptr) options.rules = DefaultRules();
+  if (options.rules != DefaultRules()) {
+    const Rules& rules = *options.rules;
+    if (rules.codec) options.codec = *rules.codec;
+    if (rules.codec || !rules.codec_ranges.empty()) options.codec_ranges = rules.codec_ranges;
+    if (rules.sinks) options.sinks = *rules.sinks;
+    if (rules.recent_blocks) options.recent_blocks = *rules.recent_blocks;
+    if (options.ram_budget == 0) options.ram_budget = rules.ram_budget.value_or(0);
+  }
   if (options.max_threads == 0)
     options.max_threads = static_cast<int32_t>(std::max(1u, std::thread::hardware_concurrency()));
   if (options.ram_budget == 0) {
@@ -54,7 +74,7 @@ uint64_t StepScratchBytes(const CellMap& map, const CacheOptions& options) {
 uint64_t RingBytes(const CellMap& map, const CacheOptions& options) {
   if (options.store.empty()) return 0;
   uint64_t widest = 0;
-  for (const LayerCells& layer : map.layers) widest = std::max<uint64_t>(widest, layer.coded.bytes);
+  for (const LayerCells& layer : map.layers) widest = std::max<uint64_t>(widest, layer.widest_coded());
   return widest * std::max<uint64_t>(kSegmentBlocks, static_cast<uint64_t>(options.recent_blocks) + 1);
 }
 
@@ -64,7 +84,7 @@ uint64_t ScratchBytes(const CellMap& map, const CacheOptions& options) {
 
 MemoryShape ShapeFor(const CellMap& map, const CacheOptions& options) {
   return MakeMemoryShape(map, options.ram_budget, options.max_sequences, options.recent_blocks,
-                         options.max_step_tokens);
+                         options.max_step_tokens, IsElastic(*options.rules));
 }
 
 uint64_t F16Bytes(const Geometry& geometry, int64_t tokens) {
@@ -83,10 +103,14 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   if (context < 1 || context > int64_t{1} << 40) {
     return Fail(StatusCode::kInvalidArgument, fmt::format("context is {} tokens, but must be 1..2^40", context));
   }
-  auto map = MakeCellMap(options.geometry, options.codec, options.sinks);
+  auto map = MakeCellMap(options.geometry, options.codec, options.sinks, options.codec_ranges);
   if (!map) return Fail(map.error());
   const auto sequences = static_cast<uint64_t>(n_sequences);
-  const auto n_blocks = static_cast<uint64_t>(context / kBlockTokens);
+  auto n_blocks = static_cast<uint64_t>(context / kBlockTokens);
+  // What rules give up behind a window takes no room, once a step is over.
+  if (const int64_t window = WidestRuleWindow(*options.rules, options.geometry); window > 0) {
+    n_blocks = std::min(n_blocks, static_cast<uint64_t>(window / kBlockTokens + 2 + options.max_step_tokens / kBlockTokens));
+  }
   // A window's blocks, and one step's that seal before the window moves on.
   const uint64_t window_blocks = static_cast<uint64_t>(LongestWindow(options.geometry) / kBlockTokens + 1 +
                                                        options.max_step_tokens / kBlockTokens);
@@ -96,6 +120,11 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   plan.scratch = ScratchBytes(*map, options);
   plan.coded =
       CodedBytes(*map, shape.chunk_target, sequences * n_blocks, sequences * std::min(n_blocks, window_blocks));
+  if (IsElastic(*options.rules)) {  // at most: cells that nothing has asked to be coded
+    for (const CellMap::PoolUse& pool : map->exact_pools) {
+      plan.exact += BytesForSlots(MakeChunkShape(pool.slot_bytes, shape.chunk_target), sequences * n_blocks * pool.slots());
+    }
+  }
   plan.metadata = sequences * (n_blocks + 1) * (sizeof(Block) + map->n_cells * sizeof(CellEntry));
   plan.total = plan.coded + plan.exact + plan.scratch;
   // What a small budget's smaller chunks would take: the budget itself decides on the chunk size.

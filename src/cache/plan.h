@@ -14,6 +14,8 @@ inline constexpr size_t kSegmentBlocks = 16;
 
 // max_threads, ram_budget as they are meant when 0 is given.
 CacheOptions WithDefaults(CacheOptions options);
+// Tokens before its own block that the farthest-seeing full-attention layer reads under the rules; 0: all of them.
+int64_t WidestRuleWindow(const Rules& rules, const Geometry& geometry);
 // kInvalidArgument names the field.
 Status CheckOptions(const CacheOptions& options);
 

@@ -105,6 +105,9 @@ Status CacheImpl::UnpackExact(std::span<const std::byte> bytes, size_t n_stored,
     KVCELL_RETURN_IF_ERROR(memory_->CreateExact(block));
   }
   if (sequence->blocks.empty()) return OkStatus();
+  if (whole && header.n_replicas > 0 && IsElastic(memory_->rules())) {
+    KVCELL_RETURN_IF_ERROR(memory_->ReserveCoded(0, header.n_replicas));
+  }
   if (header.has_sinks != 0) memory_->CreateSinks(sequence->blocks[0]);
   for (size_t b = n_sealed - header.n_replicas; whole && b < n_sealed; ++b)
     memory_->CreateReplicas(sequence->blocks[b]);
@@ -179,6 +182,7 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
     sequence->blocks.push_back(block);
     block->tokens = stored.tokens;
     block->key = stored.key;
+    block->generation = stored.generation;  // the key of a block that depends on memory is made of it too
     if (KeyOf(*block) != stored.key ||
         !std::equal(stored.tokens.begin(), stored.tokens.end(),
                     record.tokens.begin() + static_cast<std::ptrdiff_t>(b * kBlockTokens))) {
@@ -192,11 +196,14 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
   }
   size_t n_sound = sequence->blocks.size();
   const std::span<Block* const> blocks(sequence->blocks);
+  // Blocks behind every window of the rules may have been given up: nothing will attend to them.
+  const size_t first = FirstVisible(n_sound);
   const bool has_full_layers = !memory_->map().shapes[kFullLayers].layers.empty();
-  const size_t n_left_in_store = n_sound - static_cast<size_t>(memory_->RoomForBlocks(n_sound));
+  const size_t n_seen = n_sound - first;
+  const size_t n_left_in_store = first + n_seen - static_cast<size_t>(memory_->RoomForBlocks(n_seen));
   for (const bool keep : {false, true}) {
     if (!has_full_layers) break;
-    const size_t begin = keep ? n_left_in_store : 0;
+    const size_t begin = keep ? n_left_in_store : first;
     const size_t end = keep ? n_sound : n_left_in_store;
     const auto recovered = memory_->Recover(blocks.subspan(begin, end - begin), kFullLayers, keep);
     if (recovered.n_sound < end - begin) {
@@ -298,18 +305,20 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
             std::min<int64_t>(block.position + kBlockTokens, static_cast<int64_t>(sequence->tokens.size()));
         info.state = cell.state;
         info.durable = cell.durable;
-        info.k_precision = block.sealed ? precision(layer.coded.k.spec.type) : "f16";
-        info.v_precision = block.sealed ? precision(layer.coded.v.spec.type) : "f16";
+        const CellLayout& layout = layer.coded(h);
+        const bool exact = !block.sealed || (cell.state == CellState::kActive && cell.exact != kNoSlot);
+        info.k_precision = exact ? "f16" : precision(layout.k.spec.type);
+        info.v_precision = exact ? "f16" : precision(layout.v.spec.type);
         info.tier = cell.state == CellState::kPersisted ? "file" : cell.state == CellState::kEvicted ? "" : "ram";
-        info.length = block.sealed ? layer.coded.bytes : layer.open.bytes;
+        info.length = exact ? layer.open.bytes : layout.bytes;
         if (cell.durable && block.places[layer.group]) {
           const auto [path, offset] =
-              store_->Locate(map.shapes[layer.group], *block.places[layer.group], layer.group_slot, h);
+              store_->Locate(map.shapes[layer.group], *block.places[layer.group], layer.slot(h), layer.head_in_slot(h));
           info.storage_path = path;
           info.offset = offset;
         }
         if (cell.coded != kNoSlot) {
-          info.checksum = reinterpret_cast<const CellHeader*>(memory_->coded(layer, cell))->checksum;
+          info.checksum = reinterpret_cast<const CellHeader*>(memory_->coded(layer, h, cell))->checksum;
         }
         info.refs = static_cast<uint32_t>(block.refs);
         info.reads = static_cast<uint32_t>(block.reads);

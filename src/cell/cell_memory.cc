@@ -6,6 +6,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/clock.h"
 #include "codec/cell_codec.h"
 
 namespace kvcell {
@@ -15,8 +16,11 @@ constexpr uint64_t kHugeChunk = uint64_t{2} << 20;
 constexpr uint64_t kSmallChunk = uint64_t{128} << 10;
 // From this budget on chunks are whole huge pages: fewer TLB misses in attention, at most one chunk per pool unused.
 constexpr uint64_t kHugeChunkBudget = uint64_t{256} << 20;
-// Blocks per background write: runs by layer are long enough to stream, and a batch ends soon enough to be waited for.
-constexpr size_t kWriteBatch = 16;
+
+int64_t SteadySeconds() {
+  return std::chrono::duration_cast<std::chrono::seconds>(SteadyNow().time_since_epoch()).count();
+}
+
 constexpr uint64_t kReadBufferBytes = uint64_t{4} << 20;
 
 uint64_t PoolBytes(const std::vector<CellMap::PoolUse>& pools, uint64_t chunk_target, uint64_t n_blocks) {
@@ -35,7 +39,7 @@ bool Follows(const BlockPlace& a, const BlockPlace& b) {
 }  // namespace
 
 MemoryShape MakeMemoryShape(const CellMap& map, uint64_t budget, int32_t max_sequences, int32_t recent_blocks,
-                            int32_t max_step_tokens) {
+                            int32_t max_step_tokens, bool elastic) {
   MemoryShape shape;
   shape.chunk_target = budget >= kHugeChunkBudget ? kHugeChunk : kSmallChunk;
   // A step holds the open block it began with and the one it ends with, and replicas on both sides while it lasts.
@@ -50,6 +54,10 @@ MemoryShape MakeMemoryShape(const CellMap& map, uint64_t budget, int32_t max_seq
   const uint64_t window_blocks = sequences * ((static_cast<uint64_t>(window) + kBlockTokens - 1) / kBlockTokens + 1);
   shape.minimum_coded =
       CodedBytes(map, shape.chunk_target, step_blocks + 1, step_blocks + (window > 0 ? window_blocks : 0));
+  if (elastic) {  // a step's blocks exactly, and the coded cells that they become when the next step needs the room
+    shape.minimum_coded += PoolBytes(map.exact_pools, shape.chunk_target, step_blocks + kCodeBatch) +
+                           CodedBytes(map, shape.chunk_target, kCodeBatch, kCodeBatch);
+  }
   return shape;
 }
 
@@ -83,19 +91,42 @@ Result<std::unique_ptr<CellMemory>> CellMemory::Create(CellMap map, const Option
   for (size_t i = 0; i < memory->sinks_.size(); ++i) {
     memory->sinks_[i]->SetAside(options.shape.sink_blocks * memory->map_.sink_pools[i].slots());
   }
+  for (const auto& pool : memory->exact_) memory->exact_set_aside_ += pool->committed();
+  memory->rules_ = options.rules != nullptr ? options.rules : DefaultRules();
+  if (options.store != nullptr && memory->rules_->file_budget) {
+    const auto stats = options.store->Stats();
+    if (!stats) return Fail(stats.error());
+    memory->file_bytes_ = static_cast<uint64_t>(std::max<int64_t>(0, stats->segment_bytes));
+  }
+  memory->StartSampler();
   memory->NotePeak();
-  if (options.store != nullptr) memory->writer_ = std::thread([m = memory.get()] { m->WriterLoop(); });
+  memory->worker_ = std::thread([m = memory.get()] { m->WorkerLoop(); });
   return memory;
 }
 
+void CellMemory::StartSampler() {
+  sampler_.reset();
+  const uint64_t min_free = rules_->pressure.min_free;
+  if (min_free == 0) return;
+  sampler_ = std::make_unique<PressureSampler>(options_.probe ? options_.probe : ProbeFreeMemory, min_free,
+                                               std::chrono::milliseconds(250));
+}
+
+void CellMemory::SetRules(std::shared_ptr<const Rules> rules) {
+  const bool samples = rules->pressure.min_free != rules_->pressure.min_free;
+  rules_ = std::move(rules);
+  if (samples) StartSampler();
+  moved_on_ = true;
+}
+
 CellMemory::~CellMemory() {
-  if (!writer_.joinable()) return;
+  if (!worker_.joinable()) return;
   {
     std::lock_guard lock(mutex_);
     stop_ = true;
   }
   wake_.notify_all();
-  writer_.join();
+  worker_.join();
 }
 
 Block* CellMemory::NewBlock(int64_t position, const BlockKey& parent) {
@@ -122,30 +153,46 @@ void CellMemory::Release(Block* block) {
   delete block;
 }
 
-bool CellMemory::Transition(CellEntry* cell, CellEvent event, const CellFacts& facts) {
-  const CellRule* rule = rules_.Find(event, cell->state, facts);
-  if (rule == nullptr) return false;
+const CellRule* CellMemory::Apply(const Block& block, CellEntry* cell, CellEvent event, const CellFacts& facts) {
+  const CellRule* rule = rules_->table.Find(event, cell->state, facts);
+  if (rule == nullptr) return nullptr;
   cell->state = rule->to;
   transitions_.Add(*rule);
-  return true;
+  trace_.Add(*rule, block.position);
+  return rule;
 }
 
-template <typename F>
-void CellMemory::ForEachCell(Block* block, CellGroup group, F f) {
-  for (const LayerCells& layer : map_.layers) {
-    if (layer.group != group) continue;
-    for (uint16_t h = 0; h < layer.n_heads; ++h) f(layer, &block->cells[layer.first_cell + h]);
-  }
+CellFacts CellMemory::FactsOf(const Block& block) const {
+  return {.sealed = block.sealed,
+          .pressure = pressure(),
+          .age_tokens = std::max<int64_t>(0, block.sequence_end - block.position - kBlockTokens),
+          // As of now: the bits have moved on by the steps that did not read the block.
+          .read_steps = step_ - block.last_access >= 64 ? 0 : block.read_steps << (step_ - block.last_access),
+          .idle_s = block.last_read_s == 0 ? 0.0 : static_cast<double>(SteadySeconds() - block.last_read_s),
+          .ram_fill = ram_fill(),
+          .file_fill = rules_->file_budget.value_or(0) == 0
+                           ? 0.0
+                           : std::min(1.0, static_cast<double>(file_bytes_.load(std::memory_order_relaxed)) /
+                                               static_cast<double>(*rules_->file_budget))};
+}
+
+void CellMemory::GiveCoded(const LayerCells& layer, uint16_t head, CellEntry* cell) {
+  if (cell->coded != kNoSlot) coded_[layer.run(head).pool]->Give(std::exchange(cell->coded, kNoSlot));
+}
+
+void CellMemory::GiveExact(const LayerCells& layer, CellEntry* cell) {
+  if (cell->exact != kNoSlot) exact_[layer.exact_pool]->Give(std::exchange(cell->exact, kNoSlot));
 }
 
 Status CellMemory::CreateExact(Block* block) {
-  const CellRule* rule = rules_.Find(CellEvent::kTokenAppend, std::nullopt, {});
+  const CellRule* rule = rules_->table.Find(CellEvent::kTokenAppend, std::nullopt, {});
   if (rule == nullptr) return Status(StatusCode::kInternal, "rules: none creates a cell on TOKEN_APPEND");
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
-    ForEachCell(block, group, [&](const LayerCells& layer, CellEntry* cell) {
+    ForEachCell(block, group, [&](const LayerCells& layer, uint16_t, CellEntry* cell) {
       cell->exact = exact_[layer.exact_pool]->Take();
       cell->state = rule->to;
       transitions_.Add(*rule);
+      trace_.Add(*rule, block->position);
     });
   }
   NotePeak();
@@ -160,49 +207,81 @@ void CellMemory::CreateSinks(Block* block) {
   NotePeak();
 }
 
+bool CellMemory::SealCodesAll() const {
+  const auto sealing = rules_->table.Of(CellEvent::kTokenAppend, CellState::kActive);
+  CellFacts facts{.sealed = true, .pressure = pressure(), .ram_fill = ram_fill()};
+  for (const LayerCells& layer : map_.layers) {
+    facts.layer = layer.number;
+    for (uint16_t h = 0; h < layer.n_heads; ++h) {
+      facts.head = h;
+      const auto fits = [&](const CellRule* rule) { return Holds(rule->guard, facts); };
+      if (!std::any_of(sealing.begin(), sealing.end(), fits)) return false;
+    }
+  }
+  return true;
+}
+
 void CellMemory::TakeCoded(Block* block) {
+  CellFacts facts{.sealed = true, .pressure = pressure(), .ram_fill = ram_fill()};
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
-    ForEachCell(block, group,
-                [&](const LayerCells& layer, CellEntry* cell) { cell->coded = coded_[layer.coded_pool]->Take(); });
+    ForEachCell(block, group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
+      facts.layer = layer.number;
+      facts.head = h;
+      if (rules_->table.Find(CellEvent::kTokenAppend, CellState::kActive, facts) == nullptr) return;
+      cell->coded = coded_[layer.run(h).pool]->Take();
+    });
   }
   NotePeak();
 }
 
 void CellMemory::UndoCoded(Block* block) {
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
-    ForEachCell(block, group, [&](const LayerCells& layer, CellEntry* cell) {
-      if (cell->coded != kNoSlot) coded_[layer.coded_pool]->Give(std::exchange(cell->coded, kNoSlot));
-    });
+    ForEachCell(block, group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) { GiveCoded(layer, h, cell); });
   }
 }
 
 void CellMemory::Sealed(Block* block) {
+  static const CellRule kCreated{.event = CellEvent::kTokenAppend,
+                                 .from = std::nullopt,
+                                 .to = CellState::kActive,
+                                 .action = CellAction::kCreate};
+  static const CellRule kCoded{.event = CellEvent::kTokenAppend,
+                               .from = CellState::kActive,
+                               .to = CellState::kQuantized,
+                               .action = CellAction::kCode};
   block->sealed = true;
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
-    ForEachCell(block, group, [&](const LayerCells&, CellEntry* cell) {
+    ForEachCell(block, group, [&](const LayerCells&, uint16_t, CellEntry* cell) {
       // A cell whose exact values lived in the step's scratch was created and coded within one step.
       if (cell->state == CellState::kEvicted) {
+        transitions_.Add(kCreated);
+        trace_.Add(kCreated, block->position);
         cell->state = CellState::kActive;
-        transitions_.Add(*rules_.Find(CellEvent::kTokenAppend, std::nullopt, {}));
       }
-      Transition(cell, CellEvent::kTokenAppend, {.sealed = true});
+      // TakeCoded asked the rules; since then the bytes have been coded, which completes the transition.
+      if (cell->coded == kNoSlot) return;
+      cell->state = CellState::kQuantized;
+      transitions_.Add(kCoded);
+      trace_.Add(kCoded, block->position);
     });
   }
-  resident_.push_back(block);
+  AddResident(block);
+  moved_on_ = true;
 }
 
 void CellMemory::DropExact(Block* block) {
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
-    ForEachCell(block, group, [&](const LayerCells& layer, CellEntry* cell) {
-      if (cell->exact != kNoSlot) exact_[layer.exact_pool]->Give(std::exchange(cell->exact, kNoSlot));
+    ForEachCell(block, group, [&](const LayerCells& layer, uint16_t, CellEntry* cell) {
+      if (cell->state != CellState::kActive) GiveExact(layer, cell);
     });
   }
 }
 
 void CellMemory::CreateReplicas(Block* block) {
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
-    ForEachCell(block, group,
-                [&](const LayerCells& layer, CellEntry* cell) { cell->exact = exact_[layer.exact_pool]->Take(); });
+    ForEachCell(block, group, [&](const LayerCells& layer, uint16_t, CellEntry* cell) {
+      cell->exact = exact_[layer.exact_pool]->Take();
+    });
   }
   NotePeak();
 }
@@ -215,7 +294,7 @@ void CellMemory::StoredBlock(Block* block, const std::array<std::optional<BlockP
   block->generation = generation;
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
     if (!places[group]) continue;
-    ForEachCell(block, group, [&](const LayerCells&, CellEntry* cell) {
+    ForEachCell(block, group, [&](const LayerCells&, uint16_t, CellEntry* cell) {
       cell->state = CellState::kPersisted;
       cell->durable = true;
     });
@@ -229,11 +308,66 @@ void CellMemory::AdoptPlaces(Block* block, const std::array<std::optional<BlockP
 }
 
 void CellMemory::EvictGroup(Block* block, CellGroup group) {
-  ForEachCell(block, group, [&](const LayerCells& layer, CellEntry* cell) {
-    if (cell->coded != kNoSlot) coded_[layer.coded_pool]->Give(std::exchange(cell->coded, kNoSlot));
-    if (cell->exact != kNoSlot) exact_[layer.exact_pool]->Give(std::exchange(cell->exact, kNoSlot));
-    Transition(cell, CellEvent::kEvict, {.sealed = block->sealed, .durable = cell->durable});
+  ForEachCell(block, group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
+    GiveCoded(layer, h, cell);
+    GiveExact(layer, cell);
+    if (cell->state == CellState::kEvicted) return;
+    // The end of a cell's life needs no rule's consent: what always holds has one from every state.
+    static const std::array<CellRule, kCellStates> kEnds = [] {
+      std::array<CellRule, kCellStates> ends;
+      for (int i = 0; i < kCellStates; ++i) {
+        ends[static_cast<size_t>(i)] = {.event = CellEvent::kEvict,
+                                        .from = static_cast<CellState>(i),
+                                        .to = CellState::kEvicted,
+                                        .action = CellAction::kDrop};
+      }
+      return ends;
+    }();
+    const CellRule& end = kEnds[static_cast<size_t>(cell->state)];
+    cell->state = CellState::kEvicted;
+    transitions_.Add(end);
+    trace_.Add(end, block->position);
   });
+}
+
+bool CellMemory::EvictLayers(Block* block, const Range<int64_t>& layers, int64_t age_tokens) {
+  if (block->busy) return false;
+  // An extent holds whole blocks: where only some layers are given up, the block is written while it is whole.
+  if (!layers.any() && options_.store != nullptr && NeedsWrite(*block, kFullLayers)) {
+    block->write_wanted = true;
+    moved_on_ = true;
+    return false;
+  }
+  CellFacts facts = FactsOf(*block);
+  facts.age_tokens = age_tokens;
+  bool write = false, there = false;
+  for (const LayerCells& layer : map_.layers) {
+    if (layer.group != kFullLayers) continue;
+    facts.layer = layer.number;
+    for (uint16_t h = 0; h < layer.n_heads; ++h) {
+      CellEntry& cell = block->cells[layer.first_cell + h];
+      facts.head = h;
+      facts.durable = cell.durable;
+      const CellRule* rule = nullptr;
+      const bool kept = cell.state == CellState::kPersisted && rules_->KeepsEvicted(layer.number);
+      if (layers.holds(layer.number) && cell.state != CellState::kEvicted && !kept) {
+        rule = rules_->table.Find(CellEvent::kEvict, cell.state, facts);
+      }
+      if (rule != nullptr && rule->action == CellAction::kDropRam && !cell.durable) {
+        write = true;  // it leaves when it has been written
+      } else if (rule != nullptr) {
+        Apply(*block, &cell, CellEvent::kEvict, facts);
+        GiveCoded(layer, h, &cell);
+        GiveExact(layer, &cell);
+      }
+      there |= cell.coded != kNoSlot || cell.exact != kNoSlot;
+    }
+  }
+  if (!there) Forget(block);
+  if (!write) return true;
+  block->write_wanted = true;
+  moved_on_ = true;
+  return false;
 }
 
 Result<Block*> CellMemory::CopyOpen(const Block& block, int n_tokens) {
@@ -258,19 +392,42 @@ Result<Block*> CellMemory::CopyOpen(const Block& block, int n_tokens) {
   return copy;
 }
 
-void CellMemory::Forget(Block* block) {
-  const auto it = std::find(resident_.begin(), resident_.end(), block);
-  if (it != resident_.end()) resident_.erase(it);
+void CellMemory::AddResident(Block* block) {
+  if (block->resident_index != SIZE_MAX) return;
+  block->resident_index = resident_.size();
+  resident_.push_back(block);
 }
 
-uint64_t CellMemory::coded_committed() const {
+void CellMemory::Forget(Block* block) {
+  if (block->resident_index == SIZE_MAX) return;
+  resident_[block->resident_index] = resident_.back();
+  resident_.back()->resident_index = block->resident_index;
+  resident_.pop_back();
+  block->resident_index = SIZE_MAX;
+}
+
+uint64_t CellMemory::used() const {
   uint64_t bytes = 0;
   for (const auto& pool : coded_) bytes += pool->committed();
-  return bytes;
+  for (const auto& pool : exact_) bytes += pool->committed();
+  return bytes - exact_set_aside_;
 }
 
 uint64_t CellMemory::coded_limit() const {
   return options_.budget - options_.shape.fixed_bytes - options_.scratch_bytes;
+}
+
+double CellMemory::ram_fill() const {
+  const uint64_t limit = coded_limit();
+  return limit == 0 ? 1.0 : std::min(1.0, static_cast<double>(used()) / static_cast<double>(limit));
+}
+
+Pressure CellMemory::pressure() const {
+  const double fill = ram_fill();
+  const Pressure ours = fill >= rules_->pressure.hard   ? Pressure::kHard
+                        : fill >= rules_->pressure.soft ? Pressure::kSoft
+                                                        : Pressure::kNone;
+  return sampler_ == nullptr ? ours : std::max(ours, sampler_->pressure());
 }
 
 uint64_t CellMemory::CodedGrowth(uint64_t n_blocks) const {
@@ -279,8 +436,21 @@ uint64_t CellMemory::CodedGrowth(uint64_t n_blocks) const {
   return bytes;
 }
 
+uint64_t CellMemory::ExactGrowth(uint64_t n_blocks) const {
+  uint64_t bytes = 0;
+  for (size_t i = 0; i < exact_.size(); ++i) bytes += exact_[i]->GrowthFor(n_blocks * map_.exact_pools[i].slots());
+  return bytes;
+}
+
+// Where sealed cells may be exact, room for coding some of them is kept free: coding takes before it gives.
+bool CellMemory::Fits(uint64_t n_blocks, uint64_t n_exact) const {
+  const uint64_t reserve = n_exact > 0 ? kCodeBatch : 0;
+  return used() + CodedGrowth(n_blocks + reserve) + ExactGrowth(n_exact) <= coded_limit();
+}
+
 uint64_t CellMemory::committed() const {
-  uint64_t bytes = options_.scratch_bytes + coded_committed();
+  uint64_t bytes = options_.scratch_bytes;
+  for (const auto& pool : coded_) bytes += pool->committed();
   for (const auto& pool : exact_) bytes += pool->committed();
   for (const auto& pool : sinks_) bytes += pool->committed();
   return bytes;
@@ -288,56 +458,57 @@ uint64_t CellMemory::committed() const {
 
 void CellMemory::NotePeak() { peak_ = std::max(peak_, committed()); }
 
-bool CellMemory::DropOldestDurable() {
-  const auto it = std::find_if(resident_.begin(), resident_.end(), [](const Block* block) {
-    return block->places[kFullLayers].has_value() && !block->writing;
-  });
-  if (it == resident_.end()) return false;
-  Block* block = *it;
-  resident_.erase(it);
-  ForEachCell(block, kFullLayers, [&](const LayerCells& layer, CellEntry* cell) {
-    if (!Transition(cell, CellEvent::kMemoryPressure, {.sealed = true, .durable = cell->durable})) return;
-    coded_[layer.coded_pool]->Give(std::exchange(cell->coded, kNoSlot));
-  });
-  return true;
+Status CellMemory::NoRoom() const {
+  if (options_.store == nullptr) {
+    return Status(StatusCode::kOutOfBudget,
+                  fmt::format("the RAM budget of {} bytes is full and there is no store for older cells to go to; raise "
+                              "ram_budget or name a store",
+                              options_.budget));
+  }
+  return Status(StatusCode::kOutOfBudget,
+                fmt::format("the RAM budget of {} bytes is too small for this step under the rules `{}`, which let no "
+                            "more cells go; raise ram_budget, lower the step's tokens, or change the rules",
+                            options_.budget, rules_->name));
 }
 
-Status CellMemory::ReserveCoded(uint64_t n_blocks) {
-  if (n_blocks == 0) return OkStatus();
-  while (coded_committed() + CodedGrowth(n_blocks) > coded_limit()) {
-    if (DropOldestDurable()) continue;
-    if (options_.store == nullptr) {
-      return Status(
-          StatusCode::kOutOfBudget,
-          fmt::format("the RAM budget of {} bytes is full and there is no store for older cells to go to; raise "
-                      "ram_budget or name a store",
-                      options_.budget));
+Status CellMemory::ReserveCoded(uint64_t n_blocks, uint64_t n_exact) {
+  if (n_blocks == 0 && n_exact == 0) return OkStatus();
+  const auto start = std::chrono::steady_clock::now();
+  const auto deadline = start + std::chrono::milliseconds(rules_->pressure.wait_ms);
+  bool waited = false;
+  while (!Fits(n_blocks, n_exact)) {
+    KVCELL_RETURN_IF_ERROR(TakeIn(std::chrono::seconds(0)));
+    if (Fits(n_blocks, n_exact)) break;
+    Sweep sweep;
+    MakeRoom(n_blocks, n_exact, &sweep);
+    if (sweep.moved > 0) continue;
+    // Coding gives back most, and at once; writing is asked for where nothing is left to be coded.
+    const bool started = Start(JobKind::kCode, std::move(sweep.code)) || Start(JobKind::kWrite, std::move(sweep.write));
+    if (!started && jobs_under_way_ == 0) return NoRoom();
+    const auto left = deadline - std::chrono::steady_clock::now();
+    if (left <= std::chrono::seconds(0)) {
+      return Status(StatusCode::kOutOfBudget,
+                    fmt::format("no room in the RAM budget of {} bytes after {} ms: older cells are still on their way "
+                                "out; try again, or raise ram_budget or the rules' wait_ms",
+                                options_.budget, rules_->pressure.wait_ms));
     }
-    if (batches_under_way_ == 0) {
-      std::vector<Block*> batch;
-      for (Block* block : resident_) {
-        if (batch.size() == kWriteBatch) break;
-        if (!block->places[kFullLayers] && !block->writing) batch.push_back(block);
-      }
-      if (batch.empty()) {
-        return Status(StatusCode::kOutOfBudget,
-                      fmt::format("the RAM budget of {} bytes is too small for this step; raise ram_budget "
-                                  "or lower the step's tokens",
-                                  options_.budget));
-      }
-      Enqueue(std::move(batch));
-    }
-    KVCELL_RETURN_IF_ERROR(TakeIn(/*wait=*/true));
+    waited = true;
+    KVCELL_RETURN_IF_ERROR(TakeIn(left));
+  }
+  if (waited) {
+    ++counters_.waits;
+    const double ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
+    counters_.longest_wait_ms = std::max(counters_.longest_wait_ms, ms);
   }
   return OkStatus();
 }
 
 uint64_t CellMemory::RoomForBlocks(uint64_t n_blocks) const {
-  const uint64_t used = coded_committed() + options_.shape.minimum_coded;
+  const uint64_t taken = used() + options_.shape.minimum_coded;
   uint64_t low = 0;
   while (low < n_blocks) {
     const uint64_t middle = (low + n_blocks + 1) / 2;
-    if (used + CodedGrowth(middle) <= coded_limit()) {
+    if (taken + CodedGrowth(middle) <= coded_limit()) {
       low = middle;
     } else {
       n_blocks = middle - 1;
@@ -346,36 +517,79 @@ uint64_t CellMemory::RoomForBlocks(uint64_t n_blocks) const {
   return low;
 }
 
+void CellMemory::Encode(const Block& block, const LayerCells& layer, uint16_t head, std::byte* out) const {
+  const CellEntry& cell = block.cells[layer.first_cell + head];
+  EncodeCell(layer.coded(head), layer.open, exact(layer, cell), block.position == 0 ? map_.sinks : 0, out);
+  SealHeader(out, layer.number, head, static_cast<uint64_t>(block.position), block.key.data(), block.generation);
+}
+
+Status CellMemory::CheckFileBudget(uint64_t bytes) const {
+  const auto budget = rules_->file_budget;
+  if (!budget || file_bytes_.load(std::memory_order_relaxed) + bytes <= *budget) return OkStatus();
+  return Status(StatusCode::kNoSpace,
+                fmt::format("the file budget of {} bytes is full; remove sessions (`kvcell sessions rm`) or raise "
+                            "budgets.file in the rules",
+                            *budget));
+}
+
+// Cells that are exact only are coded on the way: their bytes in the file are what they would be in RAM.
 Result<std::vector<BlockPlace>> CellMemory::WriteExtent(std::span<Block* const> blocks, CellGroup group) const {
-  std::vector<const LayerCells*> layers;
-  for (const LayerCells& layer : map_.layers) {
-    if (layer.group == group) layers.push_back(&layer);
-  }
-  return options_.store->AppendExtent(map_.shapes[group], static_cast<uint32_t>(blocks.size()),
-                                      [&](size_t slot, uint32_t b, uint16_t head) {
-                                        const LayerCells& layer = *layers[slot];
-                                        return coded(layer, blocks[b]->cells[layer.first_cell + head]);
-                                      });
+  const auto slots = Runs(group);
+  const uint64_t bytes = blocks.size() * map_.CodedBytesPerBlock(group);
+  KVCELL_FAIL_IF_ERROR(CheckFileBudget(bytes));
+  std::vector<std::byte> made;
+  auto places = options_.store->AppendExtent(
+      map_.shapes[group], static_cast<uint32_t>(blocks.size()), [&](size_t slot, uint32_t b, uint16_t head) {
+        const auto& [layer, run] = slots[slot];
+        const auto h = static_cast<uint16_t>(run->first_head + head);
+        const CellEntry& cell = blocks[b]->cells[layer->first_cell + h];
+        if (cell.coded != kNoSlot) return coded(*layer, h, cell);
+        made.resize(run->layout.bytes);
+        Encode(*blocks[b], *layer, h, made.data());
+        return static_cast<const std::byte*>(made.data());
+      });
+  if (places) file_bytes_.fetch_add(bytes, std::memory_order_relaxed);
+  return places;
 }
 
 void CellMemory::MarkWritten(std::span<Block* const> blocks, CellGroup group, const std::vector<BlockPlace>& places) {
   for (size_t i = 0; i < blocks.size(); ++i) {
     blocks[i]->places[group] = places[i];
-    ForEachCell(blocks[i], group, [&](const LayerCells&, CellEntry* cell) {
-      if (Transition(cell, CellEvent::kWriteBack, {.sealed = true, .durable = cell->durable})) cell->durable = true;
+    CellFacts facts = FactsOf(*blocks[i]);
+    ForEachCell(blocks[i], group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
+      if (cell->coded == kNoSlot && cell->exact == kNoSlot) return;
+      facts.durable = cell->durable;
+      facts.layer = layer.number;
+      facts.head = h;
+      const CellRule* rule = Apply(*blocks[i], cell, CellEvent::kWriteBack, facts);
+      cell->durable = true;  // an exact cell too: the store holds what it would be coded to
+      if (rule != nullptr && rule->action == CellAction::kDropRam) {
+        GiveCoded(layer, h, cell);
+        GiveExact(layer, cell);
+      }
     });
   }
 }
 
+// True where the group's bytes are in RAM and not in the store: all of them, since an extent holds whole blocks.
+bool CellMemory::NeedsWrite(const Block& block, CellGroup group) const {
+  if (block.places[group] || !block.sealed || map_.shapes[group].layers.empty()) return false;
+  for (const LayerCells& layer : map_.layers) {
+    if (layer.group != group) continue;
+    for (uint16_t h = 0; h < layer.n_heads; ++h) {
+      const CellEntry& cell = block.cells[layer.first_cell + h];
+      if (cell.coded == kNoSlot && cell.exact == kNoSlot) return false;
+    }
+  }
+  return true;
+}
+
 Status CellMemory::WriteNow(std::span<Block* const> blocks) {
-  KVCELL_RETURN_IF_ERROR(TakeIn(/*wait=*/true));
+  KVCELL_RETURN_IF_ERROR(Settle());
   for (const CellGroup group : {kFullLayers, kWindowLayers}) {
-    if (map_.shapes[group].layers.empty()) continue;
     std::vector<Block*> missing;
     for (Block* block : blocks) {
-      const LayerCells& first = *std::find_if(map_.layers.begin(), map_.layers.end(),
-                                              [&](const LayerCells& layer) { return layer.group == group; });
-      if (!block->places[group] && block->cells[first.first_cell].coded != kNoSlot) missing.push_back(block);
+      if (NeedsWrite(*block, group)) missing.push_back(block);
     }
     if (missing.empty()) continue;
     auto places = WriteExtent(missing, group);
@@ -385,73 +599,25 @@ Status CellMemory::WriteNow(std::span<Block* const> blocks) {
   return OkStatus();
 }
 
-void CellMemory::Enqueue(std::vector<Block*> blocks) {
+Status CellMemory::Persist(std::span<Block* const> blocks) {
+  if (options_.store == nullptr) return Status(StatusCode::kInvalidArgument, "there is no store for cells to go to");
+  KVCELL_RETURN_IF_ERROR(WriteNow(blocks));
+  size_t moved = 0;
   for (Block* block : blocks) {
-    AddRef(block);
-    block->writing = true;
-  }
-  {
-    std::lock_guard lock(mutex_);
-    queue_.push_back(std::move(blocks));
-    ++batches_under_way_;
-  }
-  wake_.notify_one();
-}
-
-void CellMemory::WriterLoop() {
-  std::unique_lock lock(mutex_);
-  while (true) {
-    wake_.wait(lock, [&] { return stop_ || !queue_.empty(); });
-    if (stop_) return;
-    Written written{.blocks = std::move(queue_.front()), .group = kFullLayers, .places = {}};
-    queue_.pop_front();
-    lock.unlock();
-    written.places = WriteExtent(written.blocks, written.group);
-    lock.lock();
-    written_.push_back(std::move(written));
-    done_.notify_all();
-  }
-}
-
-Status CellMemory::TakeIn(bool wait) {
-  std::vector<Written> arrived;
-  {
-    std::unique_lock lock(mutex_);
-    if (wait) done_.wait(lock, [&] { return written_.size() == batches_under_way_; });
-    arrived.swap(written_);
-    batches_under_way_ -= arrived.size();
-  }
-  Status status;
-  for (Written& batch : arrived) {
-    if (batch.places) {
-      MarkWritten(batch.blocks, batch.group, *batch.places);
-    } else {
-      status = batch.places.error();
-    }
-    for (Block* block : batch.blocks) {
-      block->writing = false;
-      Release(block);
+    if (!block->sealed || block->pinned) continue;
+    CellFacts facts = FactsOf(*block);
+    facts.pressure = Pressure::kHard;
+    Sweep sweep;
+    for (int round = 0; round < 2; ++round) {  // an exact cell is coded first, then it leaves
+      if (SweepBlock(block, facts, &sweep)) ++moved;
+      if (!Start(JobKind::kCode, std::move(sweep.code))) break;
+      sweep.code.clear();
+      KVCELL_RETURN_IF_ERROR(Settle());
     }
   }
-  return status;
-}
-
-void CellMemory::BalanceInBackground() {
-  if (options_.store == nullptr) return;
-  // A failed write shows again, and is reported, when the room is really needed.
-  if (Status status = TakeIn(/*wait=*/false); !status.ok()) return;
-  const uint64_t used = coded_committed();
-  const uint64_t soft = coded_limit() / 2;
-  const uint64_t per_block = map_.CodedBytesPerBlock(kFullLayers);
-  if (used <= soft || batches_under_way_ > 0 || per_block == 0) return;
-  uint64_t wanted = (used - soft) / per_block;  // blocks that should be droppable without waiting
-  std::vector<Block*> batch;
-  for (Block* block : resident_) {
-    if (wanted == 0 || batch.size() == kWriteBatch) break;
-    --wanted;
-    if (!block->places[kFullLayers] && !block->writing) batch.push_back(block);
-  }
-  if (batch.size() >= kWriteBatch / 4) Enqueue(std::move(batch));
+  if (moved > 0 || blocks.empty()) return OkStatus();
+  return Status(StatusCode::kInvalidArgument,
+                fmt::format("the rules `{}` let none of these cells leave RAM", rules_->name));
 }
 
 CellMemory::Recovered CellMemory::Recover(std::span<Block* const> blocks, CellGroup group, bool keep) {
@@ -486,18 +652,24 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
   std::vector<std::byte> buffer;
   if (keep) {
     for (Block* block : blocks) {
-      ForEachCell(block, group, [&](const LayerCells& layer, CellEntry* cell) {
-        Transition(cell, CellEvent::kCacheMiss, {.sealed = true, .durable = true});
-        cell->coded = coded_[layer.coded_pool]->Take();
+      CellFacts facts = FactsOf(*block);
+      facts.durable = true;
+      ForEachCell(block, group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
+        facts.layer = layer.number;
+        facts.head = h;
+        if (Apply(*block, cell, CellEvent::kCacheMiss, facts) == nullptr) return;  // it is attended from the store
+        cell->coded = coded_[layer.run(h).pool]->Take();
       });
     }
   }
-  for (const LayerCells& layer : map_.layers) {
-    if (layer.group != group || sound == 0) continue;
-    const size_t cell_bytes = layer.coded.bytes;
-    buffer.resize(sound * layer.n_heads * cell_bytes);
-    Status read = options_.store->ReadRun(shape, *blocks[0]->places[group], layer.group_slot,
-                                          static_cast<uint32_t>(sound), buffer.data());
+  for (const auto& [layer_at, run_at] : Runs(group)) {
+    const LayerCells& layer = *layer_at;
+    const HeadRun& run = *run_at;
+    if (sound == 0) break;
+    const size_t cell_bytes = run.layout.bytes;
+    buffer.resize(sound * run.n_heads * cell_bytes);
+    Status read = options_.store->ReadRun(shape, *blocks[0]->places[group], run.slot, static_cast<uint32_t>(sound),
+                                          buffer.data());
     if (!read.ok()) {
       *damage = std::move(read);
       sound = 0;
@@ -505,63 +677,113 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
     }
     for (size_t b = 0; b < sound; ++b) {
       Block& block = *blocks[b];
-      for (uint16_t h = 0; h < layer.n_heads; ++h) {
-        const std::span<const std::byte> bytes(buffer.data() + (b * layer.n_heads + h) * cell_bytes, cell_bytes);
-        Status ok = VerifyCell(bytes, shape.layers[layer.group_slot].layer, h, static_cast<uint64_t>(block.position),
-                               block.key.data());
+      for (uint16_t i = 0; i < run.n_heads; ++i) {
+        const auto h = static_cast<uint16_t>(run.first_head + i);
+        const std::span<const std::byte> bytes(buffer.data() + (b * run.n_heads + i) * cell_bytes, cell_bytes);
+        Status ok = VerifyCell(bytes, layer.number, h, static_cast<uint64_t>(block.position), block.key.data());
         if (ok.ok() && reinterpret_cast<const CellHeader*>(bytes.data())->generation != block.generation) {
           ok = Status(StatusCode::kCorruption, "the cell is of another generation than its block");
         }
         if (!ok.ok()) {
-          const auto [path, offset] = options_.store->Locate(shape, *block.places[group], layer.group_slot, h);
+          const auto [path, offset] = options_.store->Locate(shape, *block.places[group], run.slot, i);
           *damage = Status(StatusCode::kCorruption,
                            fmt::format("{} at byte {}: layer {}, head {}, tokens {}..{}: {}", path, offset,
-                                       shape.layers[layer.group_slot].layer, h, block.position,
+                                       layer.number, h, block.position,
                                        block.position + kBlockTokens - 1, ok.message()));
           options_.store->ReportDamage(*block.places[group]);
           sound = b;
           break;
         }
-        if (keep) std::memcpy(coded(layer, block.cells[layer.first_cell + h]), bytes.data(), cell_bytes);
+        const CellEntry& cell = block.cells[layer.first_cell + h];
+        if (cell.coded != kNoSlot) std::memcpy(coded(layer, h, cell), bytes.data(), cell_bytes);
       }
     }
   }
   if (keep) {
     for (size_t b = 0; b < blocks.size(); ++b) {
-      ForEachCell(blocks[b], group, [&](const LayerCells& layer, CellEntry* cell) {
-        if (b < sound) {
-          Transition(cell, CellEvent::kWriteBack, {.sealed = true, .durable = true});
-        } else {
-          coded_[layer.coded_pool]->Give(std::exchange(cell->coded, kNoSlot));
-          Transition(cell, CellEvent::kEvict, {.sealed = true, .durable = true});
+      CellFacts facts{.sealed = true, .durable = true};
+      ForEachCell(blocks[b], group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
+        facts.layer = layer.number;
+        facts.head = h;
+        if (b >= sound) {
+          GiveCoded(layer, h, cell);
+          Apply(*blocks[b], cell, CellEvent::kEvict, facts);
+        } else if (cell->state == CellState::kRecovering) {
+          Admit(*blocks[b], layer, h, cell, facts);
         }
       });
-      if (b < sound && group == kFullLayers) resident_.push_back(blocks[b]);
+      if (b < sound && group == kFullLayers) AddResident(blocks[b]);
     }
     NotePeak();
   }
   return sound;
 }
 
+// WRITE_BACK of a cell whose coded bytes have come: QUANTIZED, or ACTIVE where the rules say so and there is room for
+// the exact replica that this takes.
+void CellMemory::Admit(const Block& block, const LayerCells& layer, uint16_t head, CellEntry* cell,
+                       const CellFacts& facts) {
+  static const CellRule kCodedOnly{.event = CellEvent::kWriteBack,
+                                   .from = CellState::kRecovering,
+                                   .to = CellState::kQuantized,
+                                   .action = CellAction::kAdmit};
+  const CellRule* rule = rules_->table.Find(CellEvent::kWriteBack, CellState::kRecovering, facts);
+  const bool room = used() + ExactGrowth(1) <= coded_limit();
+  if (rule == nullptr || (rule->to == CellState::kActive && !room)) rule = &kCodedOnly;
+  if (rule->to == CellState::kActive) {
+    cell->exact = exact_[layer.exact_pool]->Take();
+    Decode(layer, head, coded(layer, head, *cell), exact(layer, *cell));
+  }
+  cell->state = rule->to;
+  transitions_.Add(*rule);
+  trace_.Add(*rule, block.position);
+}
+
+// A sealed cell's values as an exact cell, tokens that it leaves out as zero.
+void CellMemory::Decode(const LayerCells& layer, uint16_t head, const std::byte* from, std::byte* to) const {
+  const auto dk = static_cast<size_t>(layer.geometry.head_dim_k), dv = static_cast<size_t>(layer.geometry.head_dim_v);
+  std::vector<float> k(kBlockTokens * dk), v(kBlockTokens * dv);
+  DecodeCell(layer.coded(head), from, k.data(), v.data());
+  SanitizeCounts none;
+  for (int t = 0; t < kBlockTokens; ++t) {
+    const auto row = static_cast<size_t>(t);
+    WriteExactToken(layer.open, to, t, k.data() + row * dk, v.data() + row * dv, &none);
+  }
+}
+
+std::vector<std::pair<const LayerCells*, const HeadRun*>> CellMemory::Runs(CellGroup group) const {
+  std::vector<std::pair<const LayerCells*, const HeadRun*>> runs;
+  for (const LayerCells& layer : map_.layers) {
+    if (layer.group != group) continue;
+    for (const HeadRun& run : layer.runs) runs.emplace_back(&layer, &run);
+  }
+  return runs;
+}
+
 Result<const std::byte*> CellMemory::CodedForRead(const Block& block, const LayerCells& layer, uint16_t head,
                                                   std::byte* ring) const {
   const CellEntry& cell = block.cells[layer.first_cell + head];
-  if (cell.coded != kNoSlot) return coded(layer, cell);
+  if (cell.coded != kNoSlot) return coded(layer, head, cell);
   if (!block.places[layer.group]) {
     return Fail(StatusCode::kInternal,
                 fmt::format("the cell at position {} is neither in RAM nor in the store", block.position));
   }
-  const CellSetShape& shape = map_.shapes[layer.group];
-  KVCELL_FAIL_IF_ERROR(options_.store->ReadCells(shape, *block.places[layer.group], layer.group_slot, head, 1, ring));
-  Status ok = VerifyCell({ring, layer.coded.bytes}, shape.layers[layer.group_slot].layer, head,
-                         static_cast<uint64_t>(block.position), block.key.data());
-  if (!ok.ok()) {
-    options_.store->ReportDamage(*block.places[layer.group]);
-    const auto [path, offset] = options_.store->Locate(shape, *block.places[layer.group], layer.group_slot, head);
-    return Fail(ok.code(), fmt::format("{} at byte {}: {}; cut the sequence to {} tokens and append the rest again",
-                                       path, offset, ok.message(), block.position));
-  }
+  KVCELL_FAIL_IF_ERROR(ReadVerified(block, layer, head, ring));
   return ring;
+}
+
+Status CellMemory::ReadVerified(const Block& block, const LayerCells& layer, uint16_t head, std::byte* to) const {
+  const CellSetShape& shape = map_.shapes[layer.group];
+  const HeadRun& run = layer.run(head);
+  const uint16_t in_slot = layer.head_in_slot(head);
+  KVCELL_RETURN_IF_ERROR(options_.store->ReadCells(shape, *block.places[layer.group], run.slot, in_slot, 1, to));
+  Status ok = VerifyCell({to, run.layout.bytes}, layer.number, head, static_cast<uint64_t>(block.position),
+                         block.key.data());
+  if (ok.ok()) return ok;
+  options_.store->ReportDamage(*block.places[layer.group]);
+  const auto [path, offset] = options_.store->Locate(shape, *block.places[layer.group], run.slot, in_slot);
+  return Status(ok.code(), fmt::format("{} at byte {}: {}; cut the sequence to {} tokens and append the rest again",
+                                       path, offset, ok.message(), block.position));
 }
 
 }  // namespace kvcell

@@ -512,6 +512,7 @@ class Parser {
       for (const CellRule& rule : DefaultRules()->table.rules().first(DefaultRules()->n_written)) written_.push_back(rule);
     }
     CheckOverlaps();
+    CheckReplicas();
     if (!check_.errors.empty()) return;
     FindWindows();
     AddImplied();
@@ -600,6 +601,24 @@ class Parser {
       frees |= rule.event == CellEvent::kMemoryPressure && rule.action != CellAction::kCode;
     }
     if (!frees) Warn(0, "no rule gives RAM back under pressure: a step that finds the budget full is refused");
+  }
+
+  // A replica is asked for with CACHE_MISS from QUANTIZED; what has arrived must lead on, and give its room back.
+  void CheckReplicas() {
+    const auto has = [&](CellEvent event, std::optional<CellState> from, CellState to) {
+      return std::any_of(written_.begin(), written_.end(), [&](const CellRule& rule) {
+        return rule.event == event && rule.from == from && rule.to == to;
+      });
+    };
+    for (const CellRule& rule : written_) {
+      if (rule.action != CellAction::kReplicate) continue;
+      if (!has(CellEvent::kWriteBack, CellState::kRecovering, CellState::kActive)) {
+        Error(rule.line, "an exact replica is made here, so a rule WRITE_BACK from RECOVERING to ACTIVE is needed");
+      }
+      if (!has(CellEvent::kMemoryPressure, CellState::kActive, CellState::kQuantized)) {
+        Warn(rule.line, "replicas are never dropped: no rule leads from ACTIVE to QUANTIZED on MEMORY_PRESSURE");
+      }
+    }
   }
 
   void FindDependencies() {

@@ -29,11 +29,12 @@ static void VerifyBlock(Store& store, const CellVerifier& verifier, const CellSe
     const auto& layer = shape.layers[slot];
     run.resize(size_t{layer.n_cells} * layer.cell_bytes);
     const Status read = store.ReadRun(shape, place, slot, 1, run.data());
-    for (uint16_t head = 0; head < layer.n_cells; ++head) {
-      const auto cell = std::span(run).subspan(size_t{head} * layer.cell_bytes, layer.cell_bytes);
+    for (uint16_t i = 0; i < layer.n_cells; ++i) {
+      const auto head = static_cast<uint16_t>(FirstHead(shape, slot) + i);
+      const auto cell = std::span(run).subspan(size_t{i} * layer.cell_bytes, layer.cell_bytes);
       const Status status = read.ok() ? verifier(cell, layer.layer, head, position, block.key) : read;
       if (status.ok()) continue;
-      auto [path, offset] = store.Locate(shape, place, slot, head);
+      auto [path, offset] = store.Locate(shape, place, slot, i);
       findings->damaged.push_back({session, layer.layer, head, position, std::move(path), offset, status.message()});
     }
   }
