@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
 # Everything that can be checked on one machine, part by part; a part that fails does not stop the others.
 #
-# test_all.sh [PART...], parts: release parity asan tsan crash fuzz lint (all of them when none is named). The fast suite of the
+# test_all.sh [PART...], parts: release parity asan tsan crash fuzz spin lint (all of them when none is named). The fast suite of the
 # release build is `make test`; here all tests run, the slow ones too.
 source "$(dirname "$0")/lib.sh"
 cd "$ROOT" || exit 1
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(lint fuzz crash tsan asan release)
+[ ${#parts[@]} -gt 0 ] || parts=(lint fuzz crash tsan asan release spin)
 FUZZ_SECONDS=${KVCELL_FUZZ_SECONDS:-20}
 CRASH_CYCLES=${KVCELL_CRASH_CYCLES:-2000}
 JOBS=$(nproc)
@@ -40,6 +40,8 @@ part_fuzz() {
   done
   return $status
 }
+# The cell life cycle as the rule tables have it, model-checked.
+part_spin() { scripts/build.sh release kvcell_program && scripts/spin.sh build/release/kvcell; }
 part_lint() { scripts/lint.sh; }
 
 failed=()

@@ -18,6 +18,7 @@
 #include <vector>
 
 #include "kvcell/codec.h"
+#include "kvcell/codec_plan.h"
 #include "kvcell/geometry.h"
 #include "kvcell/rules.h"
 #include "kvcell/status.h"

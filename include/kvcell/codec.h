@@ -34,18 +34,6 @@ struct CodecSpec {
   bool operator==(const CodecSpec& other) const { return k == other.k && v == other.v; }
 };
 
-// A recipe for some layers and KV heads, both ends included, where others hold for the rest.
-struct CodecRange {
-  int32_t first_layer = 0, last_layer = INT32_MAX;
-  int32_t first_head = 0, last_head = INT32_MAX;
-  CodecSpec codec;
-
-  bool holds(int32_t layer, int32_t head) const {
-    return layer >= first_layer && layer <= last_layer && head >= first_head && head <= last_head;
-  }
-  bool operator==(const CodecRange&) const = default;
-};
-
 // Reads a preset (`f16`, `i8`, `i4`) or `k=SIDE,v=SIDE`, SIDE being a codec's name followed by `:` parts:
 // `f16`, `int8:g64`, `int4:g64:lloyd:rot:off`, `int4:g128:sym`. An unknown word is kInvalidArgument, and the message
 // names it and what is allowed.
@@ -53,18 +41,6 @@ Result<CodecSpec> ParseCodec(std::string_view text);
 
 // The canonical `k=...,v=...` text: ParseCodec(CodecText(s)) == s. It is part of a stored cell's identity.
 std::string CodecText(const CodecSpec& spec);
-
-// The codec of one cell: the first range that holds, else `base`.
-const CodecSpec& CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head);
-// The canonical text of base and ranges, part of a stored cell's identity: CodecText(base) where there are no ranges,
-// else followed by `;layers A-B heads C-D: k=...,v=...` for each.
-std::string CodecPlanText(const CodecSpec& base, const std::vector<CodecRange>& ranges);
-struct CodecPlan {
-  CodecSpec base;
-  std::vector<CodecRange> ranges;
-};
-// The inverse of CodecPlanText. kInvalidArgument.
-Result<CodecPlan> ParseCodecPlan(std::string_view text);
 
 struct CodecPreset {
   std::string name;

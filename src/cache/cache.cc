@@ -41,6 +41,9 @@ Status CheckRulesFit(const CacheOptions& options) {
   return OkStatus();
 }
 
+// Steps between two that measure attention mass.
+constexpr int64_t kMassSteps = 16;
+
 size_t BlocksFor(size_t n_tokens) { return (n_tokens + kBlockTokens - 1) / kBlockTokens; }
 
 }  // namespace
@@ -384,6 +387,10 @@ void CacheImpl::PlanTiles() {
   for (const LayerCells& layer : map.layers) split_heads_ = std::max<size_t>(split_heads_, layer.n_heads);
   // Partial results are worth their merging only where whole tiles would leave threads idle.
   split_ = tiles_.size() * split_heads_ < 4 * workers_.size() || step_rows_ <= static_cast<int32_t>(tiles_.size()) * 4;
+  // Mass is measured now and then, on steps of one tile: its cells then have one writer each. Whole or split, the result
+  // is the same.
+  weighs_ = options_.rules->measures_mass && tiles_.size() == 1 && n_steps_ % kMassSteps == 0;
+  if (weighs_) split_ = false;
   if (!split_) return;
   while (split_units_.size() < tiles_.size() * split_heads_) split_units_.push_back(std::make_unique<SplitUnit>());
   for (size_t t = 0; t < tiles_.size(); ++t) {

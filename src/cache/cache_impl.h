@@ -65,6 +65,10 @@ struct Worker {
   std::vector<float*> out;
   std::vector<int64_t> begin, end;
   std::vector<CellRef> cells;
+  bool weighs = false;              // this step measures attention mass
+  std::vector<CellWeight> weights;  // [cells weighed][n_rows]
+  std::vector<int64_t> weighed;     // positions of the cells; -1: the sinks
+  std::vector<float> mass;
   PreparedQueries sink_queries;        // turned to where a window's renumbering puts them
   std::vector<float> turned;           // [n_rows][dk]
   std::vector<const float*> turned_q;  // [n_rows]
@@ -139,6 +143,7 @@ class CacheImpl final : public Cache {
   Status AttendTurnedSinks(const LayerCells& layer, uint16_t head, size_t gap_tokens, const PreparedQueries& queries,
                            const CellRef& sinks, Worker* worker, Partial* state);
   Status ExactCells(const LayerCells& layer, const Tile& tile, uint16_t head, Worker* worker);
+  void NoteMass(const LayerCells& layer, const Tile& tile, uint16_t head, Worker* worker);
   void AttendWhole(int layer, const Tile& tile, uint16_t head, const float* q, float* out, Worker* worker);
   void AttendSplit(int layer, const float* q, float* out, Worker* worker);
   void KeepError(Status status);
@@ -178,6 +183,7 @@ class CacheImpl final : public Cache {
     std::vector<Partial> partials;  // [n_segments + 1] at least
     std::atomic<int32_t> left{0};   // segments not yet attended
   };
+  bool weighs_ = false;  // this step measures attention mass
   bool split_ = false;
   uint32_t split_segments_ = 0;                          // of all tiles together, for one head
   size_t split_heads_ = 0;                               // of the layer that has most

@@ -6,6 +6,7 @@
 #include <exception>
 
 #include "cache/cache_impl.h"
+#include "codec/f16.h"
 
 namespace kvcell {
 namespace {
@@ -224,7 +225,16 @@ Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint1
       worker->cells.push_back(cell);
     }
   }
-  ::kvcell::Attend(queries, worker->cells, state);
+  CellWeight* weights = nullptr;
+  if (worker->weighs) {
+    const size_t at = worker->weights.size();
+    worker->weights.resize(at + worker->cells.size() * static_cast<size_t>(queries.rows().n_rows));
+    weights = worker->weights.data() + at;
+    for (const CellRef& cell : worker->cells) {
+      worker->weighed.push_back(cell.exact == &layer.sink ? -1 : cell.position);
+    }
+  }
+  ::kvcell::Attend(queries, worker->cells, state, weights);
   if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
   reads_ram_.fetch_add(worker->cells.size() - from_file, std::memory_order_relaxed);
   return OkStatus();
@@ -292,6 +302,9 @@ void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, co
                        .end = worker->end.data()};
   worker->queries.Prepare(context, rows);
   worker->running.Reset(context, rows.n_rows);
+  worker->weighs = weighs_;
+  worker->weights.clear();
+  worker->weighed.clear();
   for (int32_t segment = 0; segment <= tile.n_segments; ++segment) {
     worker->segment.Reset(context, rows.n_rows);
     if (Status status = AttendSegment(layer, tile, head, segment, worker->queries, worker, &worker->segment);
@@ -301,7 +314,22 @@ void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, co
     }
     Merge(context, worker->segment, &worker->running);
   }
+  if (weighs_) NoteMass(layer, tile, head, worker);
+  worker->weighs = false;
   Finish(context, worker->running, worker->out.data());
+}
+
+// Moves each cell's mass a quarter of the way to what this step gave it.
+void CacheImpl::NoteMass(const LayerCells& layer, const Tile& tile, uint16_t head, Worker* worker) {
+  worker->mass.assign(worker->weighed.size(), 0.0f);
+  CellMasses(worker->running, worker->weights, worker->mass);
+  const auto n_rows = static_cast<float>(worker->q.size());
+  for (size_t i = 0; i < worker->weighed.size(); ++i) {
+    const auto b = static_cast<size_t>(worker->weighed[i] / kBlockTokens);
+    if (worker->weighed[i] < 0 || b >= tile.owner->first_block) continue;
+    CellEntry& cell = tile.owner->sequence->blocks[b]->cells[layer.first_cell + head];
+    cell.mass_f16 = F32ToF16(0.75f * F16ToF32(cell.mass_f16) + 0.25f * worker->mass[i] / n_rows);
+  }
 }
 
 // Few rows: a tile's segments are shared out, each into a Partial of its own, and whoever finishes last merges them in

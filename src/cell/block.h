@@ -20,7 +20,7 @@ struct CellEntry {
   Slot exact = kNoSlot;  // open block, sealed but not coded yet, or a replica: then the coded bytes stay the truth
   CellState state = CellState::kEvicted;
   bool durable = false;    // the store holds the same bytes
-  uint16_t mass_f16 = 0;   // smoothed share of attention, where the rules look at it
+  uint16_t mass_f16 = 0x3c00;  // smoothed share of attention, where the rules look at it; 1 until it was measured
 };
 static_assert(sizeof(CellEntry) <= 32, "RAM metadata per cell is bounded by the design");
 

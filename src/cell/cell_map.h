@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "codec/cell_layout.h"
-#include "kvcell/codec.h"
+#include "kvcell/codec_plan.h"
 #include "kvcell/geometry.h"
 #include "store/store.h"
 

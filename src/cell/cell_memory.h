@@ -222,6 +222,7 @@ class CellMemory {
   std::vector<Block*> Victims(size_t most) const;
   template <typename F>
   void SweepBlocks(std::span<Block* const> victims, Pressure pressure, size_t most, const F& enough, Sweep* sweep);
+  void EvictByPolicy();
   void MakeRoom(uint64_t n_blocks, uint64_t n_exact, Sweep* sweep);
   void WriteAhead(std::span<Block* const> victims, Sweep* sweep) const;
   bool SweepBlock(Block* block, const CellFacts& facts, Sweep* sweep);

@@ -115,12 +115,42 @@ void CellMemory::MakeRoom(uint64_t n_blocks, uint64_t n_exact, Sweep* sweep) {
               sweep);
 }
 
+// EVICT rules that ask for more than a place: by mass, reads, idle time or pressure.
+void CellMemory::EvictByPolicy() {
+  const std::vector<Block*> blocks = Victims(static_cast<size_t>(rules_->pressure.blocks_per_step) * kLooksPerMove);
+  for (Block* block : blocks) {
+    CellFacts facts = FactsOf(*block);
+    bool there = false;
+    for (const LayerCells& layer : map_.layers) {
+      if (layer.group != kFullLayers) continue;
+      facts.layer = layer.number;
+      for (uint16_t h = 0; h < layer.n_heads; ++h) {
+        CellEntry& cell = block->cells[layer.first_cell + h];
+        facts.head = h;
+        facts.durable = cell.durable;
+        facts.mass = static_cast<double>(F16ToF32(cell.mass_f16));
+        const CellRule* rule = rules_->table.Find(CellEvent::kEvict, cell.state, facts);
+        if (rule != nullptr && RaisesEvict(*rule) && (rule->action != CellAction::kDropRam || cell.durable)) {
+          Apply(*block, &cell, CellEvent::kEvict, facts);
+          GiveCoded(layer, h, &cell);
+          GiveExact(layer, &cell);
+        } else if (rule != nullptr && RaisesEvict(*rule)) {
+          block->write_wanted = true;
+        }
+        there |= cell.coded != kNoSlot || cell.exact != kNoSlot;
+      }
+    }
+    if (!there) Forget(block);
+  }
+}
+
 void CellMemory::BalanceInBackground(bool moved_on) {
   moved_on_ |= moved_on;
   // A failed write shows again, and is reported, when the room is really needed.
   if (Status status = TakeIn(std::chrono::seconds(0)); !status.ok()) return;
   if (!moved_on_ && (sampler_ == nullptr || sampler_->pressure() == Pressure::kNone)) return;
   moved_on_ = false;
+  if (rules_->evicts_by_policy) EvictByPolicy();
   std::vector<Block*> wanted;
   for (Block* block : resident_) {
     if (block->write_wanted && !block->busy) wanted.push_back(block);

@@ -634,6 +634,7 @@ class Parser {
     for (const CellRule& rule : r.table.rules()) {
       const bool mass = !rule.guard.mass.any();
       r.measures_mass |= mass;
+      r.evicts_by_policy |= RaisesEvict(rule);
       if (rule.action == CellAction::kFetch) r.fetches = true;
       if (rule.action == CellAction::kReplicate) {
         r.replicates_on_read = true;
@@ -686,6 +687,10 @@ std::string RangeText(const Range<T>& range) {
 }
 
 }  // namespace
+
+bool RaisesEvict(const CellRule& rule) {
+  return rule.event == CellEvent::kEvict && rule.guard.age_tokens.any() && !rule.guard.PlaceOnly();
+}
 
 std::string GuardText(const CellGuard& guard) {
   std::string text;

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "cell/state_machine.h"
-#include "kvcell/codec.h"
+#include "kvcell/codec_plan.h"
 #include "kvcell/rules.h"
 
 namespace kvcell {
@@ -66,6 +66,7 @@ struct Rules {
   bool codes_on_seal = true;      // every sealed cell is coded at once, whatever memory says
   bool replicates_on_read = false;
   bool fetches = false;           // a rule brings PERSISTED cells back into RAM
+  bool evicts_by_policy = false;  // a rule gives cells up by mass, reads, idle time or pressure
   bool measures_mass = false;     // a guard or the order looks at attention mass
   bool depends_on_memory = false;  // what a query reads depends on pressure, reads or mass, not on positions alone
   std::vector<std::string> dependencies;  // why
@@ -88,6 +89,10 @@ RulesCheck CheckRules(std::string_view text, const std::string& name);
 
 // The profile that holds where nothing else is asked for: `balanced`.
 const std::shared_ptr<const Rules>& DefaultRules();
+
+// An EVICT rule that is asked of its own accord, after steps: one with conditions that are no window. Others wait until
+// something raises the event.
+bool RaisesEvict(const CellRule& rule);
 
 // Pictures of the table, for docs and people: Mermaid's stateDiagram-v2, or Graphviz.
 std::string RulesMermaid(const Rules& rules);

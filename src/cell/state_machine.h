@@ -56,18 +56,18 @@ struct Range {
 
 // What a rule may ask of the cell beyond its state.
 struct CellGuard {
-  std::optional<bool> sealed;  // its block has all of its tokens
-  std::optional<bool> stored;  // the store holds the same bytes
-  Range<int64_t> pressure;     // of Pressure's numbers
-  Range<int64_t> age_tokens;   // from the end of its block to the end of the sequence
-  Range<int64_t> reads;        // steps that read it, among the last `within_steps`
+  std::optional<bool> sealed{};  // its block has all of its tokens
+  std::optional<bool> stored{};  // the store holds the same bytes
+  Range<int64_t> pressure{};     // of Pressure's numbers
+  Range<int64_t> age_tokens{};   // from the end of its block to the end of the sequence
+  Range<int64_t> reads{};        // steps that read it, among the last `within_steps`
   int64_t within_steps = 64;   // 1..64
-  Range<double> mass;          // its share of attention, 0..1, smoothed over the steps that measured it
-  Range<int64_t> layers;
-  Range<int64_t> heads;     // KV heads
-  Range<double> idle_s;     // seconds since its sequence last took a step
-  Range<double> ram_fill;   // of the RAM budget, 0..1
-  Range<double> file_fill;  // of the file budget, 0..1
+  Range<double> mass{};          // its share of attention, 0..1, smoothed over the steps that measured it
+  Range<int64_t> layers{};
+  Range<int64_t> heads{};     // KV heads
+  Range<double> idle_s{};     // seconds since its sequence last took a step
+  Range<double> ram_fill{};   // of the RAM budget, 0..1
+  Range<double> file_fill{};  // of the file budget, 0..1
 
   bool operator==(const CellGuard&) const = default;
   // True where every cell that `other` fits is one that this fits.
@@ -78,9 +78,9 @@ struct CellGuard {
 
 struct CellRule {
   CellEvent event = CellEvent::kTokenAppend;
-  std::optional<CellState> from;  // nothing: before the cell exists
+  std::optional<CellState> from{};  // nothing: before the cell exists
   CellState to = CellState::kActive;
-  CellGuard guard;
+  CellGuard guard{};
   CellAction action = CellAction::kNone;
   int line = 0;          // in its file; 0: one that always holds, written down nowhere
 };

@@ -30,8 +30,11 @@ class Program {
     AddSessions();
     AddPlan();
     AddInspect();
+    AddRules();
+    AddSteering();
     AddStore();
     AddLab();
+    AddBench();
     AddInfo();
     AddConfig();
     AddCompletion();
@@ -90,7 +93,8 @@ class Program {
     parser_.Offer(command,
                   {"model", "prompt",     "file",    "max-tokens", "temp",   "top-k", "top-p",         "min-p",
                    "seed",  "raw",        "ctx",     "threads",    "codec",  "sinks", "recent-blocks", "ram-budget",
-                   "store", "durability", "session", "json",       "report", "quiet"});
+                   "store", "durability", "session", "json",       "report", "quiet", "rules", "profile", "metrics",
+                   "trace", "sample", "sample-every"});
     OnChosen(command, [this](const Options& options) { return RunCommand(options, SamplerGiven()); });
   }
 
@@ -99,7 +103,8 @@ class Program {
                                 "kvcell chat -m model.gguf --session ideas");
     parser_.Offer(command,
                   {"model", "session", "max-tokens", "temp", "top-k", "top-p", "min-p", "seed", "raw", "ctx", "threads",
-                   "codec", "sinks", "recent-blocks", "ram-budget", "store", "durability", "quiet"});
+                   "codec", "sinks", "recent-blocks", "ram-budget", "store", "durability", "quiet", "rules", "profile",
+                   "metrics", "trace", "sample", "sample-every"});
     OnChosen(command, [this](const Options& options) { return ChatCommand(options, SamplerGiven()); });
   }
 
@@ -152,6 +157,66 @@ class Program {
     OnChosen(command, InspectCommand);
   }
 
+  void AddRules() {
+    CLI::App* group = Group("rules", "rule files: what moves cells between states, and when");
+    const auto file = [this](CLI::App* command) {
+      command->add_option("file", path_, "the rule file, YAML or JSON, - for standard input; or a profile's name")->required();
+    };
+    CLI::App* check = Command(group, "check", "finds every mistake in a rule file; exit code 1 when there is one",
+                              "kvcell rules check my.yaml --json");
+    file(check);
+    parser_.Offer(check, {"json"});
+    OnChosen(check, [this](const Options& options) { return RulesCheckCommand(options, path_); });
+
+    CLI::App* show = Command(group, "show", "prints a profile's file, to start from", "kvcell rules show balanced");
+    show->add_option("profile", name_, "quality, balanced, elastic, long-context, edge or server")->required();
+    parser_.Offer(show, {});
+    OnChosen(show, [this](const Options& options) { return RulesShowCommand(options, name_); });
+
+    CLI::App* graph = Command(group, "graph", "draws the states and transitions (Mermaid)",
+                              "kvcell rules graph edge --dot | dot -Tsvg > edge.svg");
+    file(graph);
+    graph->add_flag("--dot", dot_, "for Graphviz instead");
+    parser_.Offer(graph, {"json"});
+    OnChosen(graph, [this](const Options& options) { return RulesGraphCommand(options, path_, dot_); });
+
+    CLI::App* simulate = Command(group, "simulate", "replays a trace of events without a model: states, bytes, misses",
+                                 "kvcell rules simulate elastic --ram-budget 4MiB -f trace.txt");
+    file(simulate);
+    parser_.Offer(simulate, {"file", "layers", "kv-heads", "head-dim", "ram-budget", "json"});
+    OnChosen(simulate, [this](const Options& options) { return RulesSimulateCommand(options, path_); });
+
+    CLI::App* promela = Command(group, "promela", "prints the cell life cycle as a model for spin",
+                                "kvcell rules promela balanced > cell.pml && spin -a cell.pml");
+    file(promela);
+    parser_.Offer(promela, {});
+    OnChosen(promela, [this](const Options& options) { return RulesPromelaCommand(options, path_); });
+  }
+
+  void AddSteering() {
+    CLI::App* top = Command(&app_, "top", "a running process: memory by state, misses, transitions, tokens per second",
+                            "kvcell top --pid 4711");
+    top->add_flag("--once", once_, "prints one view and ends");
+    parser_.Offer(top, {"pid", "json"});
+    OnChosen(top, [this](const Options& options) { return TopCommand(options, once_); });
+
+    CLI::App* ctl = Command(&app_, "ctl", "steers a running process from outside: it does so between two steps",
+                            "kvcell ctl evict --begin 64 --end 4096");
+    ctl->add_option("command", name_,
+                    "pin or unpin (cells stay in RAM), persist (they leave for the store), evict (given up), reload (the "
+                    "rule file), stats, cells, metrics or trace")
+        ->required();
+    ctl->add_option("--begin", begin_, "evict: first token, rounded up to a block of 64 [0]");
+    ctl->add_option("--end", end_, "evict: token behind the last one, rounded down");
+    parser_.Offer(ctl, {"pid", "json", "quiet"});
+    OnChosen(ctl, [this](const Options& options) { return CtlCommand(options, name_, begin_, end_); });
+
+    CLI::App* doctor = Command(&app_, "doctor", "what is wrong with a running process or a stored session, and what to change",
+                               "kvcell doctor --session report");
+    parser_.Offer(doctor, {"store", "session", "pid", "json"});
+    OnChosen(doctor, DoctorCommand);
+  }
+
   void AddStore() {
     CLI::App* group = Group("store", "care of a store");
     CLI::App* stats = Command(group, "stats", "what it holds and takes", "kvcell store stats --json");
@@ -172,6 +237,21 @@ class Program {
     parser_.Offer(quality, {"model", "file", "context", "windows", "codecs", "sinks", "recent-blocks", "peer",
                             "weights", "threads", "state", "json", "quiet"});
     OnChosen(quality, LabQualityCommand);
+    CLI::App* stream = Command(group, "stream",
+                               "endless text through a window of rules: perplexity beside recomputing each window",
+                               "kvcell lab stream -m model.gguf -f text.txt --profile edge --context 16384");
+    parser_.Offer(stream, {"model", "file", "context", "rules", "profile", "every", "threads", "json", "quiet"});
+    OnChosen(stream, LabStreamCommand);
+  }
+
+  void AddBench() {
+    CLI::App* group = Group("bench", "measures speed");
+    CLI::App* overhead = Command(group, "overhead",
+                                 "what state machine, paging and accounting add to a decode step, and a sweep under "
+                                 "pressure over a million cells",
+                                 "kvcell bench overhead -m model.gguf --context 2048");
+    parser_.Offer(overhead, {"model", "context", "threads", "json"});
+    OnChosen(overhead, BenchOverheadCommand);
   }
 
   void AddInfo() {
@@ -208,6 +288,8 @@ class Program {
   std::vector<std::string> names_;
   bool erase_ = false;
   bool codecs_ = false;
+  bool dot_ = false, once_ = false;
+  int64_t begin_ = 0, end_ = 0;
 };
 
 }  // namespace

@@ -105,7 +105,12 @@ int ChatCommand(const Options& options, bool sampler_given) {
                  engine->model->facts().name);
     }
   }
-  return Loop(options, &*engine, conversation->get());
+  if (const Status status = OpenToOthers(options, (*conversation)->sequence(), &*engine); !status.ok()) {
+    return Failed(status);
+  }
+  const int code = Loop(options, &*engine, conversation->get());
+  if (const Status written = WriteObservations(options, *engine); !written.ok()) return Failed(written);
+  return code;
 }
 
 }  // namespace kvcell::cli

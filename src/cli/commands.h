@@ -24,7 +24,19 @@ int InspectCommand(const Options& options);
 int InfoCommand(const Options& options, bool codecs);
 int ConfigShowCommand(const Options& options, std::span<const OptionOrigin> origins);
 
+int RulesCheckCommand(const Options& options, const std::string& path);
+int RulesShowCommand(const Options& options, const std::string& name);
+int RulesGraphCommand(const Options& options, const std::string& path, bool dot);
+int RulesPromelaCommand(const Options& options, const std::string& path);
+int RulesSimulateCommand(const Options& options, const std::string& path);
+
+int CtlCommand(const Options& options, const std::string& command, int64_t begin, int64_t end);
+int TopCommand(const Options& options, bool once);
+int DoctorCommand(const Options& options);
+
 int LabQualityCommand(const Options& options);
+int LabStreamCommand(const Options& options);
+int BenchOverheadCommand(const Options& options);
 
 int StoreStatsCommand(const Options& options);
 int StoreVerifyCommand(const Options& options);

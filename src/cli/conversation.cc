@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <mutex>
 #include <nlohmann/json.hpp>
 #include <utility>
 
@@ -168,7 +169,11 @@ Status Conversation::AddPrompt(const std::string& text) {
 Status Conversation::Step(std::span<const Token> tokens, bool want_logits) {
   const ModelStep step{.sequence = sequence_, .tokens = tokens, .want_logits = want_logits};
   std::vector<float> logits;
+  if (engine_->control != nullptr) engine_->control->ReloadIfAsked();
+  std::unique_lock<std::mutex> lock;
+  if (engine_->control != nullptr) lock = engine_->control->Step();
   KVCELL_RETURN_IF_ERROR(engine_->model->Forward(engine_->cache.get(), {&step, 1}, &logits));
+  if (engine_->control != nullptr) engine_->control->NoteTokens(static_cast<int64_t>(tokens.size()));
   logits_ = std::move(logits);
   return OkStatus();
 }
@@ -247,7 +252,11 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
 
 Status Conversation::Save() {
   if (session_.empty()) return OkStatus();
-  return engine_->cache->Save(sequence_, session_, logits_, WriteExtras());
+  std::unique_lock<std::mutex> lock;
+  if (engine_->control != nullptr) lock = engine_->control->Step();
+  KVCELL_RETURN_IF_ERROR(engine_->cache->Save(sequence_, session_, logits_, WriteExtras()));
+  if (engine_->control != nullptr) engine_->control->NoteSaved(Length());
+  return OkStatus();
 }
 
 }  // namespace kvcell::cli

@@ -4,9 +4,12 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdio>
 #include <utility>
 
 #include "attention/attention.h"
+#include "cell/rules.h"
+#include "cli/interrupt.h"
 #include "cli/output.h"
 #include "cli/units.h"
 #include "store/store.h"
@@ -43,7 +46,7 @@ Result<uint64_t> BudgetFloor(CacheOptions cache, const MemoryPlan& without_store
 
 Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
   Result<CacheOptions> cache = ToCacheOptions(options);
-  if (!cache) return Refuse(cache.error(), "--codec");
+  if (!cache) return Fail(cache.error());
   EnginePlan plan;
   plan.cache = *std::move(cache);
   plan.cache.geometry = facts.geometry;
@@ -57,6 +60,11 @@ Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
     const Result<double> bits = CodecBitsPerElement(plan.cache.codec, layer.head_dim_k, layer.head_dim_v);
     if (!bits) return Refuse(bits.error(), "--codec");
   }
+  plan.cache.rope = facts.rope;
+  const Rules& rules = plan.cache.rules == nullptr ? *DefaultRules() : *plan.cache.rules;
+  for (const EvictWindow& window : rules.windows) {
+    if (window.keep) plan.cache.store = options.store;
+  }
   if (!options.session.empty()) {
     if (const Status status = CheckSessionName(options.session); !status.ok()) return Refuse(status, "--session");
     plan.cache.store = options.store;
@@ -69,7 +77,7 @@ Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
     const Result<uint64_t> floor = BudgetFloor(plan.cache, *memory, plan.context, 1);
     if (!floor) return Fail(floor.error());
     plan.budget_floor = *floor;
-    if (options.ram_budget > 0 && options.ram_budget < WholeContext(*memory)) plan.cache.store = options.store;
+    if (plan.cache.ram_budget > 0 && plan.cache.ram_budget < WholeContext(*memory)) plan.cache.store = options.store;
   }
   plan.memory = *memory;
   KVCELL_FAIL_IF_ERROR(CheckBudget(plan));
@@ -85,7 +93,16 @@ Result<Engine> OpenEngine(const Options& options) {
   if (!facts) return Fail(facts.error());
   Result<EnginePlan> plan = PlanEngine(options, *facts);
   if (!plan) return Fail(plan.error());
-  if (plan->context > facts->context_train && facts->context_train > 0 && !options.quiet) {
+  const Rules& rules = plan->cache.rules == nullptr ? *DefaultRules() : *plan->cache.rules;
+  int64_t reach = plan->context;  // tokens that a query sees at most
+  if (!rules.windows.empty()) reach = std::min(reach, rules.windows.front().tokens + 2 * kBlockTokens);
+  if (!options.quiet) {
+    for (const RuleMessage& warning : rules.warnings) {
+      PrintWarning(fmt::format("{}{}: {}", rules.name, warning.line > 0 ? fmt::format(":{}", warning.line) : "",
+                               warning.message));
+    }
+  }
+  if (reach > facts->context_train && facts->context_train > 0 && !options.quiet) {
     PrintWarning(fmt::format("--ctx {} is more than the {} tokens that {} was trained for; answers may make no sense",
                              plan->context, facts->context_train, facts->name));
   }
@@ -104,6 +121,33 @@ Result<Engine> OpenEngine(const Options& options) {
   if (!cache) return Fail(cache.error());
   engine.cache = *std::move(cache);
   return engine;
+}
+
+Status OpenToOthers(const Options& options, SequenceId sequence, Engine* engine) {
+  Status status;
+  CatchHangups();
+  engine->control = Control::Start({.cache = engine->cache.get(),
+                                    .sequence = sequence,
+                                    .session = options.session,
+                                    .rules_path = options.rules},
+                                   &status);
+  engine->control->NoteSaved(engine->cache->Length(sequence));
+  if (!status.ok() && !options.quiet) PrintWarning(fmt::format("other processes can't see this one: {}", status.message()));
+  return options.sample.empty() ? OkStatus() : engine->control->StartSampling(options.sample, options.sample_every);
+}
+
+Status WriteObservations(const Options& options, const Engine& engine) {
+  const auto write = [](const std::string& path, const std::string& text) {
+    std::FILE* file = std::fopen(path.c_str(), "wb");
+    if (file == nullptr || std::fwrite(text.data(), 1, text.size(), file) != text.size() || std::fclose(file) != 0) {
+      return Status(StatusCode::kIoError, fmt::format("{}: it can't be written", path));
+    }
+    return OkStatus();
+  };
+  if (!options.metrics.empty()) {
+    KVCELL_RETURN_IF_ERROR(write(options.metrics, MetricsText(*engine.cache, engine.control->tokens())));
+  }
+  return options.trace.empty() ? OkStatus() : write(options.trace, engine.cache->Trace());
 }
 
 }  // namespace kvcell::cli

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "cli/control.h"
 #include "cli/options.h"
 #include "kvcell/cache.h"
 #include "kvcell/status.h"
@@ -14,6 +15,7 @@ namespace kvcell::cli {
 struct Engine {
   std::unique_ptr<Model> model;
   std::unique_ptr<Cache> cache;
+  std::unique_ptr<Control> control;  // before the cache goes; null: nobody sees this process
   int64_t context = 0;   // most tokens of a sequence
   double load_ms = 0.0;  // of the model
 };
@@ -22,6 +24,12 @@ struct Engine {
 inline constexpr int32_t kChunkTokens = 512;
 
 Result<Engine> OpenEngine(const Options& options);
+
+// Opens the process to others (`kvcell top`, `ctl`) and starts what options ask to be written while it runs. A socket
+// that can't be had is a warning.
+Status OpenToOthers(const Options& options, SequenceId sequence, Engine* engine);
+// What options ask to be written at the end: metrics and trace.
+Status WriteObservations(const Options& options, const Engine& engine);
 
 // The checks of OpenEngine alone: cache options for this model without its identity, or what is wrong with the request.
 struct EnginePlan {

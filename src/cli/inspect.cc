@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cell/cell_map.h"
+#include "cell/stored_map.h"
 #include "cli/commands.h"
 #include "cli/output.h"
 #include "cli/units.h"
@@ -34,52 +35,6 @@ struct StoredSession {
   std::vector<StoredCell> cells;
 };
 
-Result<std::string> IdentityField(const SessionRecord& record, std::string_view field) {
-  for (const auto& [name, value] : record.identity) {
-    if (name == field) return value;
-  }
-  return Fail(StatusCode::kMismatch,
-              fmt::format("session '{}' does not say its {}; it was stored by something else than a cache", record.name,
-                          field));
-}
-
-// The inverse of what the cache writes into the identity: `heads/kv_heads x dk/dv w window s scale c softcap ;` a
-// layer.
-Result<Geometry> ParseGeometry(const std::string& session, const std::string& text) {
-  Geometry geometry;
-  for (size_t at = 0; at < text.size();) {
-    const size_t end = text.find(';', at);
-    LayerGeometry layer;
-    int read = 0;
-    const std::string one = text.substr(at, end == std::string::npos ? end : end - at);
-    const int fields =
-        std::sscanf(one.c_str(), "%d/%dx%d/%dw%ds%fc%f%n", &layer.n_heads, &layer.n_kv_heads, &layer.head_dim_k,
-                    &layer.head_dim_v, &layer.window, &layer.scale, &layer.softcap, &read);
-    if (end == std::string::npos || fields != 7 || static_cast<size_t>(read) != one.size()) {
-      return Fail(StatusCode::kCorruption, fmt::format("session '{}': its geometry '{}' can't be read", session, one));
-    }
-    geometry.push_back(layer);
-    at = end + 1;
-  }
-  return geometry;
-}
-
-Result<CellMap> MapOf(const SessionRecord& record) {
-  const Result<std::string> geometry_text = IdentityField(record, "geometry");
-  if (!geometry_text) return Fail(geometry_text.error());
-  const Result<std::string> codec_text = IdentityField(record, "codec");
-  if (!codec_text) return Fail(codec_text.error());
-  const Result<std::string> sinks_text = IdentityField(record, "sinks");
-  if (!sinks_text) return Fail(sinks_text.error());
-  const Result<Geometry> geometry = ParseGeometry(record.name, *geometry_text);
-  if (!geometry) return Fail(geometry.error());
-  const Result<CodecSpec> codec = ParseCodec(*codec_text);
-  if (!codec) return Fail(codec.error());
-  const Result<int64_t> sinks = ParseInteger(*sinks_text, 0, kBlockTokens);
-  if (!sinks) return Fail(sinks.error());
-  return MakeCellMap(*geometry, *codec, static_cast<int32_t>(*sinks));
-}
-
 const char* PrecisionName(SideSpec::Type type) {
   switch (type) {
     case SideSpec::Type::kF16:
@@ -95,8 +50,10 @@ const char* PrecisionName(SideSpec::Type type) {
 StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer, const BlockRecord& block,
                       CellInfo info, std::vector<std::byte>* buffer) {
   StoredCell cell{.info = std::move(info), .damage = ""};
-  cell.info.k_precision = PrecisionName(layer.coded.k.spec.type);
-  cell.info.v_precision = PrecisionName(layer.coded.v.spec.type);
+  const auto head = static_cast<uint16_t>(cell.info.head);
+  const CellLayout& layout = layer.coded(head);
+  cell.info.k_precision = PrecisionName(layout.k.spec.type);
+  cell.info.v_precision = PrecisionName(layout.v.spec.type);
   const auto& place = block.places[layer.group];
   if (!place) {  // a sliding window has passed it
     cell.info.state = CellState::kEvicted;
@@ -105,12 +62,12 @@ StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer,
   cell.info.state = CellState::kPersisted;
   cell.info.durable = true;
   cell.info.tier = "file";
-  cell.info.length = layer.coded.bytes;
-  const auto head = static_cast<uint16_t>(cell.info.head);
+  cell.info.length = layout.bytes;
   std::tie(cell.info.storage_path, cell.info.offset) =
-      store->Locate(map.shapes[layer.group], *place, layer.group_slot, head);
-  buffer->resize(layer.coded.bytes);
-  Status status = store->ReadCells(map.shapes[layer.group], *place, layer.group_slot, head, 1, buffer->data());
+      store->Locate(map.shapes[layer.group], *place, layer.slot(head), layer.head_in_slot(head));
+  buffer->resize(layout.bytes);
+  Status status = store->ReadCells(map.shapes[layer.group], *place, layer.slot(head), layer.head_in_slot(head), 1,
+                                   buffer->data());
   if (status.ok()) {
     CellHeader header;
     std::memcpy(&header, buffer->data(), sizeof(header));
@@ -137,7 +94,7 @@ Result<StoredSession> ReadSession(const Options& options) {
   if (!store) return Fail(store.error());
   Result<SessionRecord> record = (*store)->Load(options.session);
   if (!record) return Fail(record.error());
-  const Result<CellMap> map = MapOf(*record);
+  const Result<CellMap> map = StoredCellMap(*record);
   if (!map) return Fail(map.error());
 
   StoredSession session{.record = *std::move(record), .cells = {}};

@@ -7,6 +7,9 @@ namespace {
 
 volatile std::sig_atomic_t g_signal = 0;
 
+volatile std::sig_atomic_t g_hangup = 0;
+
+extern "C" void OnHangup(int) { g_hangup = 1; }
 extern "C" void OnSignal(int number) { g_signal = number; }
 
 }  // namespace
@@ -22,6 +25,20 @@ void CatchInterrupts() {
 }
 
 int InterruptSignal() { return g_signal; }
+
+void CatchHangups() {
+  struct sigaction action = {};
+  action.sa_handler = OnHangup;
+  sigemptyset(&action.sa_mask);
+  action.sa_flags = SA_RESTART;
+  sigaction(SIGHUP, &action, nullptr);
+}
+
+bool TakeHangup() {
+  const bool came = g_hangup != 0;
+  g_hangup = 0;
+  return came;
+}
 
 void ClearInterrupt() {
   g_signal = 0;

@@ -7,6 +7,9 @@ namespace kvcell::cli {
 void CatchInterrupts();
 // The signal that came, 0 for none.
 int InterruptSignal();
+// SIGHUP sets a flag from now on; TakeHangup tells whether one came since it was last asked.
+void CatchHangups();
+bool TakeHangup();
 // Forgets it and listens for the next one.
 void ClearInterrupt();
 

@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "cli/config_file.h"
+#include "cell/rules.h"
 #include "cli/units.h"
 #include "kvcell/codec.h"
 
@@ -187,6 +188,56 @@ const std::vector<OptionSpec>& Table() {
                "memory "
                "and read faster, more keep answers closer to f16",
        .set = SetCodec},
+      {.name = "rules",
+       .flags = "--rules",
+       .type = "FILE",
+       .help = "rules by which cells change state, YAML or JSON (`kvcell rules check FILE`); read again on SIGHUP",
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the rule file's path", &o->rules); }},
+      {.name = "profile",
+       .flags = "--profile",
+       .type = "NAME",
+       .shown_default = "balanced",
+       .help = "rules that kvcell brings along: quality, balanced, elastic, long-context, edge, server (`kvcell rules "
+               "show NAME`)",
+       .set =
+           [](const std::string& t, Options* o) {
+             const auto rules = ProfileRules(t);
+             if (!rules) return rules.error();
+             o->profile = t;
+             return OkStatus();
+           }},
+      {.name = "metrics",
+       .flags = "--metrics",
+       .type = "FILE",
+       .help = "writes counters in Prometheus' text form at the end",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the metrics' path", &o->metrics); }},
+      {.name = "trace",
+       .flags = "--trace",
+       .type = "FILE",
+       .help = "writes the newest 100,000 transitions in Chrome's trace format at the end (chrome://tracing, Perfetto)",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the trace's path", &o->trace); }},
+      {.name = "sample",
+       .flags = "--sample",
+       .type = "FILE",
+       .help = "writes the resource curve as CSV: host, process, GPU and KV memory by state",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the curve's path", &o->sample); }},
+      {.name = "sample-every",
+       .flags = "--sample-every",
+       .type = "S",
+       .shown_default = "1",
+       .help = "seconds between two lines of --sample; less shows more and writes more",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetDecimal(t, 0.01, 3600.0, &o->sample_every); }},
+      {.name = "pid",
+       .flags = "--pid",
+       .type = "N",
+       .shown_default = "the only one",
+       .help = "process to look at or to steer, where several run",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, int64_t{1} << 31, &o->pid); }},
       {.name = "sinks",
        .flags = "--sinks",
        .type = "N",
@@ -300,6 +351,13 @@ const std::vector<OptionSpec>& Table() {
        .help = "windows of the text to measure; more take longer and narrow the error",
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1 << 20, &o->windows); }},
+      {.name = "every",
+       .flags = "--every",
+       .type = "N",
+       .shown_default = "8",
+       .help = "of the blocks behind the first window, one in N is recomputed from scratch; fewer take longer",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1 << 20, &o->every); }},
       {.name = "peer",
        .flags = "--peer",
        .help = "measures libllama's f16, q8_0 and q4_0 in the same run, on the same windows",
@@ -492,6 +550,7 @@ Result<Options> OptionParser::Resolve(const CLI::App* command) {
       if (spec.name == "store") origin.value = DefaultStore();
     }
     if (set) {
+      options.given.emplace_back(spec.name);
       if (const Status status = spec.set(origin.value, &options); !status.ok()) {
         return Fail(StatusCode::kInvalidArgument, fmt::format("{}: {}", blame, status.message()));
       }
@@ -507,15 +566,49 @@ bool OptionParser::IsSet(std::string_view name) const {
                      [&](const OptionOrigin& origin) { return origin.name == name && origin.source != "default"; });
 }
 
+bool Options::Given(std::string_view name) const {
+  return std::find(given.begin(), given.end(), name) != given.end();
+}
+
+Result<std::shared_ptr<const Rules>> RulesFrom(const Options& options) {
+  if (options.rules.empty() && options.profile.empty()) return std::shared_ptr<const Rules>();
+  if (!options.rules.empty() && !options.profile.empty()) {
+    return Fail(StatusCode::kInvalidArgument, "--rules and --profile can't both be given; choose one");
+  }
+  if (options.Given("codec")) {
+    return Fail(StatusCode::kInvalidArgument,
+                "--codec can't be given beside --rules or --profile, which say how cells are coded; put it into the file");
+  }
+  auto loaded = options.rules.empty() ? ProfileRules(options.profile) : LoadRules(options.rules);
+  if (!loaded) return loaded;
+  auto rules = std::make_shared<Rules>(**loaded);
+  if (options.Given("sinks")) rules->sinks = options.sinks;
+  if (options.Given("recent-blocks")) rules->recent_blocks = options.recent_blocks;
+  if (options.Given("ram-budget")) rules->ram_budget = options.ram_budget;
+  return std::shared_ptr<const Rules>(std::move(rules));
+}
+
 Result<CacheOptions> ToCacheOptions(const Options& options) {
   Result<CodecSpec> codec = ParseCodec(options.codec);
   if (!codec) return Fail(codec.error());
+  auto rules = RulesFrom(options);
+  if (!rules) return Fail(rules.error());
   CacheOptions cache;
+  cache.rules = *rules;
   cache.codec = *std::move(codec);
   cache.sinks = options.sinks;
   cache.recent_blocks = options.recent_blocks;
   cache.ram_budget = options.ram_budget;
   cache.durability = options.durability;
+  if (!options.trace.empty()) cache.trace_records = 100000;
+  if (cache.rules == nullptr) return cache;
+  // As the cache will have it, so that what is shown and planned is what runs.
+  const Rules& r = *cache.rules;
+  if (r.codec) cache.codec = *r.codec;
+  cache.codec_ranges = r.codec_ranges;
+  if (r.sinks) cache.sinks = *r.sinks;
+  if (r.recent_blocks) cache.recent_blocks = *r.recent_blocks;
+  if (r.ram_budget) cache.ram_budget = *r.ram_budget;
   return cache;
 }
 

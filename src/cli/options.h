@@ -39,6 +39,13 @@ struct Options {
   int64_t ctx = 0;  // 0: what the model was trained for
   int32_t threads = 0;
   std::string codec = "i4";
+  std::string rules;    // file; "": none
+  std::string profile;  // name; "": balanced
+  std::string metrics;  // file that counters are written to in Prometheus' text form
+  std::string trace;    // file for the trace of transitions
+  std::string sample;   // file for the resource curve
+  double sample_every = 1.0;  // seconds
+  int64_t pid = 0;            // of another running process; 0: the only one
   int32_t sinks = 4;
   int32_t recent_blocks = 0;
   uint64_t ram_budget = 0;
@@ -56,11 +63,14 @@ struct Options {
   int32_t heads = 0;
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
+  int64_t every = 8;  // lab stream
   // lab quality
   int64_t windows = 16;
   bool peer = false;
   bool weights_f32 = false;
   std::string state;
+  std::vector<std::string> given;  // names of the options that were set anywhere
+  bool Given(std::string_view name) const;
 };
 
 struct OptionSpec {
@@ -114,8 +124,11 @@ class OptionParser {
   std::vector<OptionOrigin> origins_;
 };
 
-// The options as cache options, geometry and identity left empty.
+// The options as cache options, geometry and identity left empty. What was asked for on the command line (sinks, recent
+// blocks, budget) wins over the rules; a codec beside rules is a contradiction.
 Result<CacheOptions> ToCacheOptions(const Options& options);
+// The rules of --rules or --profile with what else was asked for; null where neither is given.
+Result<std::shared_ptr<const Rules>> RulesFrom(const Options& options);
 
 // Where sessions live without --store: $XDG_DATA_HOME/kvcell, else ~/.local/share/kvcell.
 std::string DefaultStore();

@@ -59,6 +59,7 @@ int RunCommand(const Options& options, bool sampler_given) {
   Result<std::unique_ptr<Conversation>> opened = Conversation::Open(&*engine, SettingsFrom(options, sampler_given));
   if (!opened) return Failed(opened.error());
   Conversation& conversation = **opened;
+  if (const Status status = OpenToOthers(options, conversation.sequence(), &*engine); !status.ok()) return Failed(status);
   if (!conversation.note().empty() && !options.quiet) PrintWarning(conversation.note());
   if (!has_prompt && conversation.empty()) {
     return Failed(Status(StatusCode::kInvalidArgument,
@@ -76,6 +77,8 @@ int RunCommand(const Options& options, bool sampler_given) {
   if (!options.json) fmt::print("\n");
   std::fflush(stdout);
   if (const Status saved = conversation.Save(); !saved.ok()) return Failed(saved);
+
+  if (const Status written = WriteObservations(options, *engine); !written.ok()) return Failed(written);
 
   const Json report = AnswerReport(*engine, conversation, *answer);
   if (!options.report.empty()) {

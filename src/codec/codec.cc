@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstdio>
 #include <optional>
 #include <utility>
 
@@ -155,43 +154,6 @@ Result<CodecSpec> ParseCodec(std::string_view text) {
 }
 
 std::string CodecText(const CodecSpec& spec) { return fmt::format("k={},v={}", SideText(spec.k), SideText(spec.v)); }
-
-const CodecSpec& CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head) {
-  for (const CodecRange& range : ranges) {
-    if (range.holds(layer, head)) return range.codec;
-  }
-  return base;
-}
-
-std::string CodecPlanText(const CodecSpec& base, const std::vector<CodecRange>& ranges) {
-  std::string text = CodecText(base);
-  for (const CodecRange& r : ranges) {
-    text += fmt::format(";layers {}-{} heads {}-{}: {}", r.first_layer, r.last_layer, r.first_head, r.last_head,
-                        CodecText(r.codec));
-  }
-  return text;
-}
-
-Result<CodecPlan> ParseCodecPlan(std::string_view text) {
-  auto base = ParseCodec(NextPart(&text, ';'));
-  if (!base) return Fail(base.error());
-  CodecPlan plan{.base = *std::move(base), .ranges = {}};
-  while (!text.empty()) {
-    const std::string part(NextPart(&text, ';'));
-    CodecRange range;
-    int read = 0;
-    if (std::sscanf(part.c_str(), "layers %d-%d heads %d-%d: %n", &range.first_layer, &range.last_layer,
-                    &range.first_head, &range.last_head, &read) != 4 ||
-        read == 0) {
-      return Fail(StatusCode::kInvalidArgument, fmt::format("codec: '{}' names no layers and heads", part));
-    }
-    auto codec = ParseCodec(std::string_view(part).substr(static_cast<size_t>(read)));
-    if (!codec) return Fail(codec.error());
-    range.codec = *std::move(codec);
-    plan.ranges.push_back(std::move(range));
-  }
-  return plan;
-}
 
 Result<double> CodecBitsPerElement(const CodecSpec& spec, int head_dim_k, int head_dim_v) {
   const Result<CellLayout> layout = MakeCellLayout(spec, head_dim_k, head_dim_v);

@@ -6,6 +6,7 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cstring>
 #include <map>
 #include <thread>
 
@@ -56,6 +57,24 @@ std::string WeightTypes(const GgufHeader& header) {
   return out;
 }
 
+// How each layer turns positions, as the graph builders do it: over neighbouring pairs for Llama, over the two halves of
+// a head for all others.
+std::vector<RopeSpec> RopeOf(const GgufHeader& header, const Hparams& h) {
+  std::vector<float> factors;
+  const GgufTensor* tensor = header.FindTensor("rope_freqs.weight");
+  const auto n = static_cast<size_t>(h.head_dim / 2);
+  if (tensor != nullptr && tensor->type == GGML_TYPE_F32 && tensor->data.size() == n * sizeof(float)) {
+    factors.resize(n);
+    std::memcpy(factors.data(), tensor->data.data(), tensor->data.size());
+  }
+  std::vector<RopeSpec> specs;
+  for (const LayerGeometry& layer : h.geometry) {
+    const RopeParameters& rope = layer.window > 0 ? h.rope_local : h.rope;
+    specs.push_back({.halves = h.architecture != "llama", .base = rope.base, .scale = rope.scale, .factors = factors});
+  }
+  return specs;
+}
+
 ModelFacts Facts(const GgufHeader& header, const Hparams& h, uint64_t file_bytes) {
   ModelFacts facts;
   facts.path = header.path();
@@ -74,6 +93,7 @@ ModelFacts Facts(const GgufHeader& header, const Hparams& h, uint64_t file_bytes
   }
   facts.file_bytes = file_bytes;
   facts.geometry = h.geometry;
+  facts.rope = RopeOf(header, h);
   return facts;
 }
 

@@ -29,6 +29,7 @@ struct ModelFacts {
   uint64_t file_bytes = 0;
   uint64_t weights_bytes = 0;  // of all tensors
   Geometry geometry;           // [n_layers]
+  std::vector<RopeSpec> rope;  // [n_layers]: for CacheOptions::rope
 };
 
 struct ModelOptions {

@@ -47,16 +47,6 @@ struct CellSetShape {
   std::vector<Layer> layers;
 };
 
-// The head that a slot's first cell belongs to: a layer whose heads have several sizes has several slots, one after the
-// other, in order of heads.
-inline uint16_t FirstHead(const CellSetShape& shape, size_t slot) {
-  uint16_t head = 0;
-  for (size_t i = slot; i > 0 && shape.layers[i - 1].layer == shape.layers[slot].layer; --i) {
-    head = static_cast<uint16_t>(head + shape.layers[i - 1].n_cells);
-  }
-  return head;
-}
-
 // Where one block's cells of one shape lie: block `index` of an extent of `n_blocks` blocks. Cells are layer-major, so
 // that one layer of the extent's blocks is one run: cell (l, block, head) is at
 //   offset + n_blocks * (bytes of the layers before l) + (index * n_cells(l) + head) * cell_bytes(l).

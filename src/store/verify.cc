@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <set>
 
+#include "store/shape.h"
 #include "store/store_impl.h"
 
 namespace kvcell {

@@ -57,7 +57,8 @@ class CliTest(unittest.TestCase):
 
 class Usage(CliTest):
     COMMANDS = ["run", "chat", "sessions ls", "sessions show", "sessions rm", "sessions export", "sessions import", "plan",
-                "inspect", "store stats", "store verify", "lab quality", "info", "config show", "completion bash"]
+                "inspect", "rules check", "rules show", "rules graph", "rules simulate", "rules promela", "top", "ctl", "doctor",
+                "lab stream", "bench overhead", "store stats", "store verify", "lab quality", "info", "config show", "completion bash"]
 
     def test_help_of_every_command_has_an_example(self):
         for command in self.COMMANDS:

@@ -1,0 +1,38 @@
+// Codecs by layer and KV head: a base recipe and ranges that have another.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "kvcell/codec.h"
+#include "kvcell/status.h"
+
+namespace kvcell {
+
+// A recipe for some layers and KV heads, both ends included, where others hold for the rest.
+struct CodecRange {
+  int32_t first_layer = 0, last_layer = INT32_MAX;
+  int32_t first_head = 0, last_head = INT32_MAX;
+  CodecSpec codec;
+
+  bool holds(int32_t layer, int32_t head) const {
+    return layer >= first_layer && layer <= last_layer && head >= first_head && head <= last_head;
+  }
+  bool operator==(const CodecRange&) const = default;
+};
+
+// The codec of one cell: the first range that holds, else `base`.
+const CodecSpec& CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head);
+// The canonical text of base and ranges, part of a stored cell's identity: CodecText(base) where there are no ranges,
+// else followed by `;layers A-B heads C-D: k=...,v=...` for each.
+std::string CodecPlanText(const CodecSpec& base, const std::vector<CodecRange>& ranges);
+struct CodecPlan {
+  CodecSpec base;
+  std::vector<CodecRange> ranges;
+};
+// The inverse of CodecPlanText. kInvalidArgument.
+Result<CodecPlan> ParseCodecPlan(std::string_view text);
+
+}  // namespace kvcell

@@ -1,0 +1,58 @@
+#include "kvcell/codec_plan.h"
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <utility>
+
+namespace kvcell {
+namespace {
+
+// Cuts `text` at the first `;`: returns what is before it and leaves what is after.
+std::string_view NextPart(std::string_view* text) {
+  const size_t at = text->find(';');
+  const std::string_view part = text->substr(0, at);
+  *text = at == std::string_view::npos ? std::string_view() : text->substr(at + 1);
+  return part;
+}
+
+}  // namespace
+
+const CodecSpec& CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head) {
+  for (const CodecRange& range : ranges) {
+    if (range.holds(layer, head)) return range.codec;
+  }
+  return base;
+}
+
+std::string CodecPlanText(const CodecSpec& base, const std::vector<CodecRange>& ranges) {
+  std::string text = CodecText(base);
+  for (const CodecRange& r : ranges) {
+    text += fmt::format(";layers {}-{} heads {}-{}: {}", r.first_layer, r.last_layer, r.first_head, r.last_head,
+                        CodecText(r.codec));
+  }
+  return text;
+}
+
+Result<CodecPlan> ParseCodecPlan(std::string_view text) {
+  auto base = ParseCodec(NextPart(&text));
+  if (!base) return Fail(base.error());
+  CodecPlan plan{.base = *std::move(base), .ranges = {}};
+  while (!text.empty()) {
+    const std::string part(NextPart(&text));
+    CodecRange range;
+    int read = 0;
+    if (std::sscanf(part.c_str(), "layers %d-%d heads %d-%d: %n", &range.first_layer, &range.last_layer,
+                    &range.first_head, &range.last_head, &read) != 4 ||
+        read == 0) {
+      return Fail(StatusCode::kInvalidArgument, fmt::format("codec: '{}' names no layers and heads", part));
+    }
+    auto codec = ParseCodec(std::string_view(part).substr(static_cast<size_t>(read)));
+    if (!codec) return Fail(codec.error());
+    range.codec = *std::move(codec);
+    plan.ranges.push_back(std::move(range));
+  }
+  return plan;
+}
+
+}  // namespace kvcell
