@@ -34,4 +34,4 @@ broken() {
 }
 broken lost_cell 's/&& held\[me\] -> forget(); state\[me\] = PERSISTED/-> forget(); state[me] = PERSISTED/'
 broken unverified_read 's/verified\[me\] = (verified\[me\] || !damaged)/skip/'
-broken stuck 's/-> if :: !coded\[me\] && damaged -> state\[me\] = PERSISTED/-> if :: !coded[me] \&\& damaged -> skip/; /EVICT/,+1{/RECOVERING/d}; s/crashes < 2/false/'
+broken stuck 's/state\[me\] == RECOVERING -> \(if\|forget\)/false -> \1/; s/crashes < 2/false/'

@@ -275,6 +275,7 @@ Status CacheImpl::MakeWritable(Sequence* sequence) {
   if (n_open == 0 || sequence->blocks.back()->refs == 1) return OkStatus();
   auto copy = memory_->CopyOpen(*sequence->blocks.back(), static_cast<int>(n_open));
   if (!copy) return copy.error();
+  (*copy)->generation = sequence->generation;
   memory_->Release(sequence->blocks.back());
   sequence->blocks.back() = *copy;
   return OkStatus();
@@ -328,8 +329,7 @@ Status CacheImpl::Begin(std::span<const StepItem> items) {
     n_sealing += (start + item.tokens.size()) / kBlockTokens - start / kBlockTokens;
     n_new += BlocksFor(start + item.tokens.size()) - BlocksFor(start) + 1;  // one for a copy-on-write
   }
-  const bool coded_on_seal = memory_->SealCodesAll();
-  KVCELL_RETURN_IF_ERROR(memory_->ReserveCoded(n_sealing, coded_on_seal ? 0 : n_new));
+  KVCELL_RETURN_IF_ERROR(memory_->ReserveCoded(n_sealing, IsElastic(*options_.rules) ? n_new : 0));
   step_.clear();
   step_.resize(items.size());
   in_step_ = true;

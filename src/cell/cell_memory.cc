@@ -127,6 +127,13 @@ CellMemory::~CellMemory() {
   }
   wake_.notify_all();
   worker_.join();
+  // What was never taken in: its slots go with the pools, its holds on blocks here.
+  for (Job& job : finished_) {
+    for (Block* block : job.blocks) Release(block);
+  }
+  for (Job& job : queue_) {
+    for (Block* block : job.blocks) Release(block);
+  }
 }
 
 Block* CellMemory::NewBlock(int64_t position, const BlockKey& parent) {
@@ -227,7 +234,9 @@ void CellMemory::TakeCoded(Block* block) {
     ForEachCell(block, group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
       facts.layer = layer.number;
       facts.head = h;
-      if (rules_->table.Find(CellEvent::kTokenAppend, CellState::kActive, facts) == nullptr) return;
+      // A cell whose exact values live in the step's scratch alone has to be coded, whatever has changed since.
+      const bool may_stay = cell->exact != kNoSlot;
+      if (may_stay && rules_->table.Find(CellEvent::kTokenAppend, CellState::kActive, facts) == nullptr) return;
       cell->coded = coded_[layer.run(h).pool]->Take();
     });
   }
@@ -563,10 +572,7 @@ void CellMemory::MarkWritten(std::span<Block* const> blocks, CellGroup group, co
       facts.head = h;
       const CellRule* rule = Apply(*blocks[i], cell, CellEvent::kWriteBack, facts);
       cell->durable = true;  // an exact cell too: the store holds what it would be coded to
-      if (rule != nullptr && rule->action == CellAction::kDropRam) {
-        GiveCoded(layer, h, cell);
-        GiveExact(layer, cell);
-      }
+      if (rule != nullptr && rule->action == CellAction::kDropRam) GiveCoded(layer, h, cell);
     });
   }
 }

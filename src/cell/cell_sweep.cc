@@ -84,7 +84,8 @@ bool CellMemory::SweepBlock(Block* block, const CellFacts& block_facts, Sweep* s
           if (block->replica_moves > 0) NoteThrash(block);
         } else {
           GiveCoded(layer, h, &cell);
-          GiveExact(layer, &cell);
+          // A replica that recent_blocks keeps is read by nearer queries although the coded bytes have left.
+          if (rule->action == CellAction::kDrop) GiveExact(layer, &cell);
         }
         freed = true;
       }
