@@ -484,12 +484,14 @@ void CacheImpl::EvictPassed(Sequence* sequence) {
     const EvictWindow& window = rules.windows[w];
     const size_t reach = static_cast<size_t>((window.tokens + kBlockTokens - 1) / kBlockTokens);
     size_t& floor = sequence->evict_floors[w];
-    for (; floor + reach < own; ++floor) {
-      Block* block = sequence->blocks[floor];
-      // Shared with a fork that is behind, or on its way to the store: later.
-      if (block->refs != 1 || block->pinned) break;
+    bool all = true;
+    for (size_t b = floor; b + reach < own; ++b) {
+      Block* block = sequence->blocks[b];
       const auto age = static_cast<int64_t>(sequence->tokens.size()) - block->position - kBlockTokens;
-      if (!memory_->EvictLayers(block, window.layers, std::max(age, window.tokens))) break;
+      // Shared with a fork that is behind, or on its way to the store: it is asked again after the next step.
+      all &= block->refs == 1 && !block->pinned &&
+             memory_->EvictLayers(block, window.layers, std::max(age, window.tokens));
+      if (all) floor = b + 1;
     }
   }
 }

@@ -11,10 +11,10 @@
 namespace kvcell {
 namespace {
 
-// A sealed cell that rules have left exact, or made exact again. (A replica that recent_blocks keeps for nearer queries
-// is QUANTIZED: farther ones read its coded bytes.)
+// A sealed cell that rules have left exact, or made exact again. A replica that recent_blocks keeps for nearer queries
+// is QUANTIZED or PERSISTED: farther ones read its coded bytes, wherever these are.
 bool ReadsExactly(const Block& block, const CellEntry& cell) {
-  return cell.exact != kNoSlot && (cell.coded == kNoSlot || (block.sealed && cell.state == CellState::kActive));
+  return cell.state == CellState::kActive && cell.exact != kNoSlot && (cell.coded == kNoSlot || block.sealed);
 }
 
 }  // namespace

@@ -125,7 +125,7 @@ TEST(CacheRules, TheLongFormOfTheDocumentationRunsAndReplicates) {
   }
   ASSERT_FALSE(checksums.empty());
   for (int i = 0; i < 40; ++i) {
-    ASSERT_TRUE(cache->Trim(sequence, 64 * 12).ok());
+    ASSERT_TRUE(cache->Trim(sequence, 64 * 12).has_value());
     Feed(cache.get(), sequence, MadeTokens(1, static_cast<uint32_t>(i)));
     ASSERT_TRUE(cache->Settle().ok());
   }
@@ -162,7 +162,7 @@ TEST(CacheRules, ThrashIsFoundAndDamped) {
   auto cache = OpenOrDie(options);
   const SequenceId sequence = cache->Create().value();
   for (int round = 0; round < 6; ++round) {
-    ASSERT_TRUE(cache->Trim(sequence, 64 * 4).ok());
+    ASSERT_TRUE(cache->Trim(sequence, 64 * 4).has_value());
     Feed(cache.get(), sequence, MadeTokens(64 * 12, static_cast<uint32_t>(round)));
     ASSERT_TRUE(cache->Settle().ok());
   }
@@ -419,7 +419,10 @@ TEST(CacheRules, EveryProfileKeepsItsBudgetAndAllButElasticTheirAnswers) {
     const auto free_run = Feed(a.get(), a->Create().value(), tokens);
     const auto tight_run = Feed(b.get(), b->Create().value(), tokens);
     EXPECT_LE(b->Stats().ram_peak_bytes, tight.ram_budget) << name;
-    if (name != "elastic") EXPECT_EQ(free_run, tight_run) << name;
+    for (size_t r = 0; r < free_run.size() && name != "elastic"; ++r) {
+      ASSERT_TRUE(free_run[r] == tight_run[r]) << name << ", row " << r << ", " << b->Stats().approximate_reads
+                                               << " approximate reads";
+    }
   }
 }
 

@@ -609,7 +609,9 @@ Status CellMemory::Persist(std::span<Block* const> blocks) {
   if (options_.store == nullptr) return Status(StatusCode::kInvalidArgument, "there is no store for cells to go to");
   KVCELL_RETURN_IF_ERROR(WriteNow(blocks));
   size_t moved = 0;
+  bool any_in_ram = false;
   for (Block* block : blocks) {
+    any_in_ram |= block->resident_index != SIZE_MAX;
     if (!block->sealed || block->pinned) continue;
     CellFacts facts = FactsOf(*block);
     facts.pressure = Pressure::kHard;
@@ -621,7 +623,7 @@ Status CellMemory::Persist(std::span<Block* const> blocks) {
       KVCELL_RETURN_IF_ERROR(Settle());
     }
   }
-  if (moved > 0 || blocks.empty()) return OkStatus();
+  if (moved > 0 || !any_in_ram) return OkStatus();
   return Status(StatusCode::kInvalidArgument,
                 fmt::format("the rules `{}` let none of these cells leave RAM", rules_->name));
 }

@@ -153,7 +153,7 @@ class Program {
   void AddInspect() {
     CLI::App* command = Command(&app_, "inspect", "the cells of a stored session: state, precision and place of each",
                                 "kvcell inspect --session report --json");
-    parser_.Offer(command, {"store", "session", "json"});
+    parser_.Offer(command, {"store", "session", "layer", "head", "in-state", "from-token", "to-token", "json"});
     OnChosen(command, InspectCommand);
   }
 

@@ -180,6 +180,13 @@ void PrintCells(const StoredSession& session) {
   }
 }
 
+bool Wanted(const Options& options, const CellInfo& cell) {
+  return (options.only_layer < 0 || cell.layer == options.only_layer) &&
+         (options.only_head < 0 || cell.head == options.only_head) &&
+         (options.only_state.empty() || CellStateName(cell.state) == options.only_state) &&
+         cell.token_end > options.from_token && cell.token_start < options.to_token;
+}
+
 }  // namespace
 
 int InspectCommand(const Options& options) {
@@ -187,8 +194,9 @@ int InspectCommand(const Options& options) {
     return Failed(
         Status(StatusCode::kInvalidArgument, "name the session with --session NAME; `kvcell sessions ls` lists them"));
   }
-  const Result<StoredSession> session = ReadSession(options);
+  Result<StoredSession> session = ReadSession(options);
   if (!session) return Failed(session.error());
+  std::erase_if(session->cells, [&](const StoredCell& cell) { return !Wanted(options, cell.info); });
   if (!session->record.damage.empty()) PrintWarning(session->record.damage);
   if (!options.json) {
     PrintCells(*session);

@@ -64,6 +64,12 @@ struct Options {
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
   int64_t every = 8;  // lab stream
+  // inspect: which cells; -1 and "": all
+  int32_t only_layer = -1;
+  int32_t only_head = -1;
+  std::string only_state;
+  int64_t from_token = 0;
+  int64_t to_token = INT64_MAX;
   // lab quality
   int64_t windows = 16;
   bool peer = false;
