@@ -41,8 +41,8 @@ struct RopeSpec {
 };
 
 struct CacheOptions {
-  Geometry geometry;  // [n_layers]
-  CodecSpec codec;    // of sealed blocks
+  Geometry geometry;                     // [n_layers]
+  CodecSpec codec;                       // of sealed blocks
   std::vector<CodecRange> codec_ranges;  // other codecs for some layers and KV heads
   int32_t sinks = 4;  // first tokens kept exact for every query, 0..64. More: closer to f16, bytes per sequence.
   // Sealed blocks before a query's own that it reads exactly. Each costs one f16 block per sequence.
@@ -59,8 +59,8 @@ struct CacheOptions {
   // renumbered by turning the query. [n_layers] or empty.
   std::vector<RopeSpec> rope;
   size_t trace_records = 0;  // newest transitions kept for Cache::Trace; 0: none
-  std::string store;        // directory; needed for sessions and for a budget smaller than the context; "": none
-  uint8_t durability = 1;   // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
+  std::string store;         // directory; needed for sessions and for a budget smaller than the context; "": none
+  uint8_t durability = 1;    // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
   // All that decides whether stored cells may be read and that the cache can't know: weights, tokenizer, RoPE ... as
   // named fields. Geometry, codec, exactness and format version are added by the cache.
   std::vector<std::pair<std::string, std::string>> identity;
@@ -100,17 +100,17 @@ struct CacheStats {
   uint64_t reads_ram = 0, reads_file = 0;  // cells attended
   uint64_t approximate_reads = 0;          // coded cells read where recent_blocks promised exact ones (after a cut)
   uint64_t transitions = 0;
-  int32_t pressure = 0;     // 0 none, 1 soft, 2 hard: what rules see now
-  double ram_fill = 0;      // of the room for cells, 0..1
-  uint64_t misses_streamed = 0;    // reads that had to go to the store: the cell was PERSISTED
-  uint64_t misses_recovering = 0;  // the same while it was on its way in
-  uint64_t evicted_skips = 0;      // cells within reach of a query that rules had given up
+  int32_t pressure = 0;               // 0 none, 1 soft, 2 hard: what rules see now
+  double ram_fill = 0;                // of the room for cells, 0..1
+  uint64_t misses_streamed = 0;       // reads that had to go to the store: the cell was PERSISTED
+  uint64_t misses_recovering = 0;     // the same while it was on its way in
+  uint64_t evicted_skips = 0;         // cells within reach of a query that rules had given up
   uint64_t thrashed = 0, damped = 0;  // blocks put to rest after going to and fro; replicas not made because of that
-  uint64_t waits = 0;              // steps that waited for room
+  uint64_t waits = 0;                 // steps that waited for room
   double longest_wait_ms = 0;
-  uint64_t jobs = 0, failed_jobs = 0;  // batches of work off the token path
+  uint64_t jobs = 0, failed_jobs = 0;                  // batches of work off the token path
   std::array<uint64_t, kCellStates> bytes_by_state{};  // of cells; exact replicas and sinks count as ACTIVE
-  uint64_t saturated = 0, not_finite = 0;  // values that append had to change
+  uint64_t saturated = 0, not_finite = 0;              // values that append had to change
 };
 
 // How often cells moved along one edge of the state machine.
@@ -188,11 +188,12 @@ class Cache {
   // is freed.
   virtual Result<OpenedSession> OpenSession(const std::string& name) = 0;
 
-  // Exchanges the rules between two steps: the next transition goes by the new ones. kInvalidArgument where they ask for
-  // another codec, sinks or recent_blocks, which a cache has for life; the old rules then stay in force.
+  // Exchanges the rules between two steps: the next transition goes by the new ones. kInvalidArgument where they ask
+  // for another codec, sinks or recent_blocks, which a cache has for life; the old rules then stay in force.
   virtual Status SetRules(std::shared_ptr<const Rules> rules) = 0;
   // Asked from outside, done between two steps. Pin: the sequence's cells stay in RAM whatever the rules say. Persist:
-  // hard MEMORY_PRESSURE on its cells alone. Evict: its sealed cells in [begin, end) are given up and no longer attended.
+  // hard MEMORY_PRESSURE on its cells alone. Evict: its sealed cells in [begin, end) are given up and no longer
+  // attended.
   virtual Status Pin(SequenceId sequence, bool pinned) = 0;
   virtual Status Persist(SequenceId sequence) = 0;
   virtual Status Evict(SequenceId sequence, int64_t begin, int64_t end) = 0;

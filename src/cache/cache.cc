@@ -214,9 +214,8 @@ bool CacheImpl::WindowsThere(const Sequence& sequence, int64_t length) const {
   for (const LayerCells& layer : memory_->map().layers) {
     if (length == 0) continue;
     const int64_t oldest = std::max<int64_t>(0, length - layer.geometry.window + 1);
-    const size_t begin = layer.group == kWindowLayers
-                             ? static_cast<size_t>(oldest / kBlockTokens)
-                             : FirstVisible(layer, static_cast<size_t>(length / kBlockTokens));
+    const size_t begin = layer.group == kWindowLayers ? static_cast<size_t>(oldest / kBlockTokens)
+                                                      : FirstVisible(layer, static_cast<size_t>(length / kBlockTokens));
     // Without a window every block is there, or was given up for good by a rule or a person.
     if (layer.group == kFullLayers && options_.rules->WindowOf(layer.number) == 0) continue;
     for (size_t b = begin; b < BlocksFor(static_cast<size_t>(length)); ++b) {
@@ -308,7 +307,8 @@ Status CacheImpl::PlanSequence(const StepItem& item, int32_t first_row, int32_t*
     Block& block = *kept.block;
     std::copy_n(item.tokens.begin() + (kept.first_row - first_row), kept.end - kept.begin,
                 block.tokens.begin() + kept.begin);
-    const bool stays_exact = !kept.seals || !coded_on_seal || b + static_cast<size_t>(options_.recent_blocks) >= n_sealed;
+    const bool stays_exact =
+        !kept.seals || !coded_on_seal || b + static_cast<size_t>(options_.recent_blocks) >= n_sealed;
     if (kept.is_new && !stays_exact) kept.scratch = (*scratch)++;
     if (kept.is_new && stays_exact) KVCELL_RETURN_IF_ERROR(memory_->CreateExact(&block));
     if (kept.is_new && b == 0 && options_.sinks > 0) memory_->CreateSinks(&block);
@@ -387,8 +387,8 @@ void CacheImpl::PlanTiles() {
   for (const LayerCells& layer : map.layers) split_heads_ = std::max<size_t>(split_heads_, layer.n_heads);
   // Partial results are worth their merging only where whole tiles would leave threads idle.
   split_ = tiles_.size() * split_heads_ < 4 * workers_.size() || step_rows_ <= static_cast<int32_t>(tiles_.size()) * 4;
-  // Mass is measured now and then, on steps of one tile: its cells then have one writer each. Whole or split, the result
-  // is the same.
+  // Mass is measured now and then, on steps of one tile: its cells then have one writer each. Whole or split, the
+  // result is the same.
   weighs_ = options_.rules->measures_mass && tiles_.size() == 1 && n_steps_ % kMassSteps == 0;
   if (weighs_) split_ = false;
   if (!split_) return;
@@ -503,14 +503,16 @@ Status CacheImpl::SetRules(std::shared_ptr<const Rules> rules) {
   wanted.rules = rules;
   wanted = WithDefaults(wanted);
   const auto fixed = [](std::string_view what) {
-    return Status(StatusCode::kInvalidArgument,
-                  fmt::format("the new rules ask for {}, which a cache has for life; the old rules stay in force", what));
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("the new rules ask for {}, which a cache has for life; the old rules stay in force", what));
   };
   if (CodecPlanText(wanted.codec, wanted.codec_ranges) != CodecPlanText(options_.codec, options_.codec_ranges)) {
     return fixed(fmt::format("codec {}", CodecPlanText(wanted.codec, wanted.codec_ranges)));
   }
   if (wanted.sinks != options_.sinks) return fixed(fmt::format("{} sinks", wanted.sinks));
-  if (wanted.recent_blocks != options_.recent_blocks) return fixed(fmt::format("{} recent blocks", wanted.recent_blocks));
+  if (wanted.recent_blocks != options_.recent_blocks)
+    return fixed(fmt::format("{} recent blocks", wanted.recent_blocks));
   KVCELL_RETURN_IF_ERROR(CheckRulesFit(wanted));
   if (IsElastic(*rules) && !IsElastic(*options_.rules)) {
     const uint64_t minimum = [&] {

@@ -22,8 +22,8 @@ namespace kvcell {
 struct Sequence {
   std::vector<Block*> blocks;  // [ceil(tokens / 64)]; the last one is open unless the length is a multiple of 64
   std::vector<Token> tokens;
-  size_t window_floor = 0;   // blocks before it have given up their sliding-window cells
-  size_t replica_floor = 0;  // sealed blocks before it have given up their exact cells
+  size_t window_floor = 0;           // blocks before it have given up their sliding-window cells
+  size_t replica_floor = 0;          // sealed blocks before it have given up their exact cells
   std::vector<size_t> evict_floors;  // by window of the rules: blocks before it have been given up for its layers
   uint64_t generation = 0;           // of its blocks, where results depend on memory: nobody else's have it
   std::unique_ptr<Store::SessionLock> lock;
@@ -50,8 +50,8 @@ struct StepSequence {
 // Query rows of one step block: all its new tokens, one KV head at a time.
 struct Tile {
   const StepSequence* owner = nullptr;
-  size_t index = 0;        // into owner->blocks
-  int32_t n_segments = 0;  // of coded blocks before it; one more with the exact cells follows
+  size_t index = 0;          // into owner->blocks
+  int32_t n_segments = 0;    // of coded blocks before it; one more with the exact cells follows
   size_t first_segment = 0;  // where these begin: those before it are behind the windows of all layers
 };
 

@@ -187,8 +187,7 @@ Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint1
     if (first_visible > 0 && gap > 0 && !worker->cells.empty() && worker->cells.front().exact == &layer.sink) {
       const CellRef sinks = worker->cells.front();
       worker->cells.erase(worker->cells.begin());
-      KVCELL_RETURN_IF_ERROR(
-          AttendTurnedSinks(layer, head, static_cast<size_t>(gap), queries, sinks, worker, state));
+      KVCELL_RETURN_IF_ERROR(AttendTurnedSinks(layer, head, static_cast<size_t>(gap), queries, sinks, worker, state));
     }
   } else {
     const size_t n_coded = own - std::min(own, static_cast<size_t>(options_.recent_blocks));
@@ -240,8 +239,8 @@ Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint1
   return OkStatus();
 }
 
-// The sinks' part of an exact segment when rules have cut out `gap_tokens` positions behind them: keys stay as they are,
-// the query is turned back by as much (StreamingLLM, arXiv 2309.17453).
+// The sinks' part of an exact segment when rules have cut out `gap_tokens` positions behind them: keys stay as they
+// are, the query is turned back by as much (StreamingLLM, arXiv 2309.17453).
 Status CacheImpl::AttendTurnedSinks(const LayerCells& layer, uint16_t head, size_t gap_tokens,
                                     const PreparedQueries& queries, const CellRef& sinks, Worker* worker,
                                     Partial* state) {
@@ -257,8 +256,9 @@ Status CacheImpl::AttendTurnedSinks(const LayerCells& layer, uint16_t head, size
   }
   for (size_t i = 0; i < dk / 2; ++i) {
     const double factor = rope.factors.empty() ? 1.0 : static_cast<double>(rope.factors[i]);
-    const double angle = -static_cast<double>(gap_tokens) * static_cast<double>(rope.scale) / factor *
-                         std::pow(static_cast<double>(rope.base), -2.0 * static_cast<double>(i) / static_cast<double>(dk));
+    const double angle =
+        -static_cast<double>(gap_tokens) * static_cast<double>(rope.scale) / factor *
+        std::pow(static_cast<double>(rope.base), -2.0 * static_cast<double>(i) / static_cast<double>(dk));
     const auto c = static_cast<float>(std::cos(angle)), s = static_cast<float>(std::sin(angle));
     const size_t a = rope.halves ? i : 2 * i, b = rope.halves ? i + dk / 2 : 2 * i + 1;
     for (size_t r = 0; r < n_rows; ++r) {
@@ -268,8 +268,9 @@ Status CacheImpl::AttendTurnedSinks(const LayerCells& layer, uint16_t head, size
       q[b] = x * s + y * c;
     }
   }
-  worker->sink_queries.Prepare(heads_[layer.first_cell + head],
-                               {.n_rows = rows.n_rows, .q = worker->turned_q.data(), .begin = rows.begin, .end = rows.end});
+  worker->sink_queries.Prepare(
+      heads_[layer.first_cell + head],
+      {.n_rows = rows.n_rows, .q = worker->turned_q.data(), .begin = rows.begin, .end = rows.end});
   ::kvcell::Attend(worker->sink_queries, {&sinks, 1}, state);
   reads_ram_.fetch_add(1, std::memory_order_relaxed);
   return OkStatus();

@@ -83,8 +83,8 @@ uint64_t ScratchBytes(const CellMap& map, const CacheOptions& options) {
 }
 
 MemoryShape ShapeFor(const CellMap& map, const CacheOptions& options) {
-  return MakeMemoryShape(map, options.ram_budget, options.max_sequences, options.recent_blocks,
-                         options.max_step_tokens, IsElastic(*options.rules));
+  return MakeMemoryShape(map, options.ram_budget, options.max_sequences, options.recent_blocks, options.max_step_tokens,
+                         IsElastic(*options.rules));
 }
 
 uint64_t F16Bytes(const Geometry& geometry, int64_t tokens) {
@@ -109,7 +109,8 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   auto n_blocks = static_cast<uint64_t>(context / kBlockTokens);
   // What rules give up behind a window takes no room, once a step is over.
   if (const int64_t window = WidestRuleWindow(*options.rules, options.geometry); window > 0) {
-    n_blocks = std::min(n_blocks, static_cast<uint64_t>(window / kBlockTokens + 2 + options.max_step_tokens / kBlockTokens));
+    n_blocks =
+        std::min(n_blocks, static_cast<uint64_t>(window / kBlockTokens + 2 + options.max_step_tokens / kBlockTokens));
   }
   // A window's blocks, and one step's that seal before the window moves on.
   const uint64_t window_blocks = static_cast<uint64_t>(LongestWindow(options.geometry) / kBlockTokens + 1 +
@@ -122,7 +123,8 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
       CodedBytes(*map, shape.chunk_target, sequences * n_blocks, sequences * std::min(n_blocks, window_blocks));
   if (IsElastic(*options.rules)) {  // at most: cells that nothing has asked to be coded
     for (const CellMap::PoolUse& pool : map->exact_pools) {
-      plan.exact += BytesForSlots(MakeChunkShape(pool.slot_bytes, shape.chunk_target), sequences * n_blocks * pool.slots());
+      plan.exact +=
+          BytesForSlots(MakeChunkShape(pool.slot_bytes, shape.chunk_target), sequences * n_blocks * pool.slots());
     }
   }
   plan.metadata = sequences * (n_blocks + 1) * (sizeof(Block) + map->n_cells * sizeof(CellEntry));

@@ -1,6 +1,6 @@
-// Random events under rules against a plain reference: a cache without budget, store or rules of its own. Where positions
-// alone decide, every answer and every coded byte is the same; under all rules, budgets hold, and cells in each state are
-// what the counted transitions leave there.
+// Random events under rules against a plain reference: a cache without budget, store or rules of its own. Where
+// positions alone decide, every answer and every coded byte is the same; under all rules, budgets hold, and cells in
+// each state are what the counted transitions leave there.
 #include <gtest/gtest.h>
 #include <rapidcheck.h>
 
@@ -88,7 +88,8 @@ class Machine {
     const CacheStats stats = cache_->Stats();
     EXPECT_LE(stats.ram_peak_bytes, budget_);
     auto balance = Balance(*cache_);
-    for (const CellState state : {CellState::kActive, CellState::kQuantized, CellState::kPersisted, CellState::kRecovering}) {
+    for (const CellState state :
+         {CellState::kActive, CellState::kQuantized, CellState::kPersisted, CellState::kRecovering}) {
       EXPECT_EQ(balance[std::string(CellStateName(state))],
                 static_cast<int64_t>(stats.cells.by_state[static_cast<size_t>(state)]))
           << CellStateName(state);
@@ -194,7 +195,8 @@ class Machine {
 
 // KVCELL_RANDOM_EVENTS sets how many events there are in all.
 void RunEvents(const std::vector<std::string>& profiles, bool compares, size_t events) {
-  if (const char* wanted = std::getenv("KVCELL_RANDOM_EVENTS"); wanted != nullptr) events = std::strtoull(wanted, nullptr, 10);
+  if (const char* wanted = std::getenv("KVCELL_RANDOM_EVENTS"); wanted != nullptr)
+    events = std::strtoull(wanted, nullptr, 10);
   constexpr size_t kPerCase = 250;
   rc::detail::TestParams params;
   params.maxSuccess = static_cast<int>(std::max<size_t>(1, events / kPerCase));

@@ -1,5 +1,7 @@
 // A cache under rules: changing a rule changes what allocator and cells show, budgets hold, windows are masks with
 // turned queries, and what is asked from outside is done inside.
+#include "cell/rules.h"
+
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -7,7 +9,6 @@
 #include <map>
 
 #include "cache/cache_test_util.h"
-#include "cell/rules.h"
 #include "codec/cell_codec.h"
 #include "kvcell/rules.h"
 #include "store/store.h"
@@ -27,7 +28,8 @@ std::shared_ptr<const Rules> Made(const std::string& text) {
 }
 
 std::vector<RopeSpec> MadeRope(const Geometry& geometry, bool halves = false) {
-  return std::vector<RopeSpec>(geometry.size(), RopeSpec{.halves = halves, .base = 10000.0f, .scale = 1.0f, .factors = {}});
+  return std::vector<RopeSpec>(geometry.size(),
+                               RopeSpec{.halves = halves, .base = 10000.0f, .scale = 1.0f, .factors = {}});
 }
 
 CacheOptions UnderRules(std::shared_ptr<const Rules> rules, uint64_t budget = 0, const std::string& store = "") {
@@ -43,7 +45,8 @@ CacheOptions UnderRules(std::shared_ptr<const Rules> rules, uint64_t budget = 0,
 
 std::map<std::string, uint64_t> Moves(const Cache& cache) {
   std::map<std::string, uint64_t> moves;
-  for (const TransitionCount& count : cache.Transitions()) moves[count.event + " " + count.from + " " + count.to] = count.n;
+  for (const TransitionCount& count : cache.Transitions())
+    moves[count.event + " " + count.from + " " + count.to] = count.n;
   return moves;
 }
 
@@ -192,11 +195,12 @@ TEST(CacheRules, NoRuleLetsGoMeansTheStepIsRefusedAndNothingChanges) {
 }
 
 // Plain attention in double: sinks and a window of whole blocks, the query turned back for the sinks.
-std::vector<double> WindowRow(const LayerGeometry& g, const RopeSpec& rope, std::span<const Token> tokens, int64_t position,
-                              int layer, int head, int64_t window, int64_t n_sinks) {
+std::vector<double> WindowRow(const LayerGeometry& g, const RopeSpec& rope, std::span<const Token> tokens,
+                              int64_t position, int layer, int head, int64_t window, int64_t n_sinks) {
   const int64_t own = position / 64, first = std::max<int64_t>(0, own - (window + 63) / 64) * 64;
   const int64_t gap = first > 0 ? first - n_sinks : 0;
-  const auto rows = MadeRows(tokens.subspan(static_cast<size_t>(position), 1), position, layer, 2, g.n_heads, g.head_dim_k);
+  const auto rows =
+      MadeRows(tokens.subspan(static_cast<size_t>(position), 1), position, layer, 2, g.n_heads, g.head_dim_k);
   std::vector<double> q(rows.begin() + head * g.head_dim_k, rows.begin() + (head + 1) * g.head_dim_k), turned = q;
   for (int i = 0; i < g.head_dim_k / 2; ++i) {
     const double angle = -static_cast<double>(gap) * std::pow(10000.0, -2.0 * i / g.head_dim_k);
@@ -325,7 +329,8 @@ TEST(CacheRules, EvictedCellsKeptInTheStoreAreReadAgain) {
   EXPECT_GE(CellsIn(*cache, CellState::kPersisted), 6u * 4);
   EXPECT_EQ(CellsIn(*cache, CellState::kEvicted), 0u);
   EXPECT_EQ(cache->Stats().reads_file, 0u) << "not attended";
-  ASSERT_TRUE(cache->SetRules(Made("codec: f16\nrules:\n - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED}\n")).ok());
+  ASSERT_TRUE(
+      cache->SetRules(Made("codec: f16\nrules:\n - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED}\n")).ok());
   Feed(cache.get(), sequence, MadeTokens(1));
   EXPECT_GE(cache->Stats().reads_file, 6u * 4) << "attended again";
   EXPECT_GE(cache->Stats().misses_streamed, 6u * 4);
@@ -365,10 +370,10 @@ TEST(CacheRules, CodecsByLayerAndHeadAreWhatCellsHold) {
   EXPECT_THAT(other->OpenSession("s").error().message(), HasSubstr("codec"));
   auto reader = Store::Open(store.path(), {.create = false, .read_only = true});
   ASSERT_TRUE(reader);
-  const auto damaged = (*reader)->Verify([](std::span<const std::byte> cell, uint16_t layer, uint16_t head,
-                                            int64_t position, const BlockKey& key) {
-    return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
-  });
+  const auto damaged = (*reader)->Verify(
+      [](std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position, const BlockKey& key) {
+        return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
+      });
   ASSERT_TRUE(damaged);
   EXPECT_TRUE(damaged->empty()) << "heads are counted over the runs of a layer";
 }
@@ -420,8 +425,8 @@ TEST(CacheRules, EveryProfileKeepsItsBudgetAndAllButElasticTheirAnswers) {
     const auto tight_run = Feed(b.get(), b->Create().value(), tokens);
     EXPECT_LE(b->Stats().ram_peak_bytes, tight.ram_budget) << name;
     for (size_t r = 0; r < free_run.size() && name != "elastic"; ++r) {
-      ASSERT_TRUE(free_run[r] == tight_run[r]) << name << ", row " << r << ", " << b->Stats().approximate_reads
-                                               << " approximate reads";
+      ASSERT_TRUE(free_run[r] == tight_run[r])
+          << name << ", row " << r << ", " << b->Stats().approximate_reads << " approximate reads";
     }
   }
 }

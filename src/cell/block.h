@@ -19,7 +19,7 @@ struct CellEntry {
   Slot coded = kNoSlot;
   Slot exact = kNoSlot;  // open block, sealed but not coded yet, or a replica: then the coded bytes stay the truth
   CellState state = CellState::kEvicted;
-  bool durable = false;    // the store holds the same bytes
+  bool durable = false;        // the store holds the same bytes
   uint16_t mass_f16 = 0x3c00;  // smoothed share of attention, where the rules look at it; 1 until it was measured
 };
 static_assert(sizeof(CellEntry) <= 32, "RAM metadata per cell is bounded by the design");
@@ -29,13 +29,13 @@ struct Block {
   int32_t refs = 1;
   int32_t n_tokens = 0;
   bool sealed = false;
-  bool busy = false;        // queued for, or in, work off the token path: its slots stay as they are
-  bool pinned = false;      // does not leave RAM, whatever the rules say
+  bool busy = false;          // queued for, or in, work off the token path: its slots stay as they are
+  bool pinned = false;        // does not leave RAM, whatever the rules say
   bool write_wanted = false;  // a rule or a person wants its cells in the store and out of RAM
-  int64_t position = 0;     // of its first token
-  BlockKey key{};           // set when sealed
-  BlockKey parent{};        // key of the block before; zero at position 0
-  uint64_t generation = 0;  // of the write that made its cells
+  int64_t position = 0;       // of its first token
+  BlockKey key{};             // set when sealed
+  BlockKey parent{};          // key of the block before; zero at position 0
+  uint64_t generation = 0;    // of the write that made its cells
   std::array<Token, kBlockTokens> tokens{};
   std::array<std::optional<BlockPlace>, kCellGroups> places;  // in the store
   std::vector<CellEntry> cells;                               // [n_cells], layer-major
@@ -44,9 +44,9 @@ struct Block {
   uint64_t last_access = 0;  // step number
 
   // What guards look at.
-  uint64_t read_steps = 0;    // bit i: attended i steps before the last one that did
-  int64_t sequence_end = 0;   // of the shortest sequence that read it last
-  int64_t last_read_s = 0;    // steady seconds
+  uint64_t read_steps = 0;           // bit i: attended i steps before the last one that did
+  int64_t sequence_end = 0;          // of the shortest sequence that read it last
+  int64_t last_read_s = 0;           // steady seconds
   size_t resident_index = SIZE_MAX;  // in CellMemory's list; SIZE_MAX: not there
   // QUANTIZED -> ACTIVE -> QUANTIZED, counted to find thrash.
   uint32_t replica_moves = 0;

@@ -1,5 +1,5 @@
-// Work off the token path: one thread that writes, codes, fetches and replicates; its results change the cell table only
-// when the owner takes them in.
+// Work off the token path: one thread that writes, codes, fetches and replicates; its results change the cell table
+// only when the owner takes them in.
 #include <utility>
 
 #include "cell/cell_memory.h"

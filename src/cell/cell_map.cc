@@ -41,7 +41,8 @@ Status AddRuns(const CodecSpec& base, const std::vector<CodecRange>& ranges, Cel
       }
     }
     auto coded = MakeCellLayout(codec, layer->geometry.head_dim_k, layer->geometry.head_dim_v);
-    if (!coded) return Status(coded.error().code(), fmt::format("layer {}: {}", layer->number, coded.error().message()));
+    if (!coded)
+      return Status(coded.error().code(), fmt::format("layer {}: {}", layer->number, coded.error().message()));
     layer->runs.push_back({.first_head = h, .n_heads = 1, .layout = *coded});
   }
   CellSetShape& shape = map->shapes[layer->group];

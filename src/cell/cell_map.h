@@ -32,7 +32,7 @@ struct LayerCells {
   LayerGeometry geometry;
   std::vector<HeadRun> runs;  // by codec, in order of heads; one where all heads have the same
   ExactLayout open;           // 64 tokens
-  ExactLayout sink;  // the first `sinks` tokens, rounded up to 16
+  ExactLayout sink;           // the first `sinks` tokens, rounded up to 16
   uint32_t first_cell = 0;
   uint16_t n_heads = 0;  // KV heads
   CellGroup group = kFullLayers;

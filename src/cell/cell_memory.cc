@@ -250,10 +250,8 @@ void CellMemory::UndoCoded(Block* block) {
 }
 
 void CellMemory::Sealed(Block* block) {
-  static const CellRule kCreated{.event = CellEvent::kTokenAppend,
-                                 .from = std::nullopt,
-                                 .to = CellState::kActive,
-                                 .action = CellAction::kCreate};
+  static const CellRule kCreated{
+      .event = CellEvent::kTokenAppend, .from = std::nullopt, .to = CellState::kActive, .action = CellAction::kCreate};
   static const CellRule kCoded{.event = CellEvent::kTokenAppend,
                                .from = CellState::kActive,
                                .to = CellState::kQuantized,
@@ -469,10 +467,11 @@ void CellMemory::NotePeak() { peak_ = std::max(peak_, committed()); }
 
 Status CellMemory::NoRoom() const {
   if (options_.store == nullptr) {
-    return Status(StatusCode::kOutOfBudget,
-                  fmt::format("the RAM budget of {} bytes is full and there is no store for older cells to go to; raise "
-                              "ram_budget or name a store",
-                              options_.budget));
+    return Status(
+        StatusCode::kOutOfBudget,
+        fmt::format("the RAM budget of {} bytes is full and there is no store for older cells to go to; raise "
+                    "ram_budget or name a store",
+                    options_.budget));
   }
   return Status(StatusCode::kOutOfBudget,
                 fmt::format("the RAM budget of {} bytes is too small for this step under the rules `{}`, which let no "
@@ -547,16 +546,16 @@ Result<std::vector<BlockPlace>> CellMemory::WriteExtent(std::span<Block* const> 
   const uint64_t bytes = blocks.size() * map_.CodedBytesPerBlock(group);
   KVCELL_FAIL_IF_ERROR(CheckFileBudget(bytes));
   std::vector<std::byte> made;
-  auto places = options_.store->AppendExtent(
-      map_.shapes[group], static_cast<uint32_t>(blocks.size()), [&](size_t slot, uint32_t b, uint16_t head) {
-        const auto& [layer, run] = slots[slot];
-        const auto h = static_cast<uint16_t>(run->first_head + head);
-        const CellEntry& cell = blocks[b]->cells[layer->first_cell + h];
-        if (cell.coded != kNoSlot) return coded(*layer, h, cell);
-        made.resize(run->layout.bytes);
-        Encode(*blocks[b], *layer, h, made.data());
-        return static_cast<const std::byte*>(made.data());
-      });
+  auto places = options_.store->AppendExtent(map_.shapes[group], static_cast<uint32_t>(blocks.size()),
+                                             [&](size_t slot, uint32_t b, uint16_t head) {
+                                               const auto& [layer, run] = slots[slot];
+                                               const auto h = static_cast<uint16_t>(run->first_head + head);
+                                               const CellEntry& cell = blocks[b]->cells[layer->first_cell + h];
+                                               if (cell.coded != kNoSlot) return coded(*layer, h, cell);
+                                               made.resize(run->layout.bytes);
+                                               Encode(*blocks[b], *layer, h, made.data());
+                                               return static_cast<const std::byte*>(made.data());
+                                             });
   if (places) file_bytes_.fetch_add(bytes, std::memory_order_relaxed);
   return places;
 }
@@ -694,10 +693,9 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
         }
         if (!ok.ok()) {
           const auto [path, offset] = options_.store->Locate(shape, *block.places[group], run.slot, i);
-          *damage = Status(StatusCode::kCorruption,
-                           fmt::format("{} at byte {}: layer {}, head {}, tokens {}..{}: {}", path, offset,
-                                       layer.number, h, block.position,
-                                       block.position + kBlockTokens - 1, ok.message()));
+          *damage = Status(StatusCode::kCorruption, fmt::format("{} at byte {}: layer {}, head {}, tokens {}..{}: {}",
+                                                                path, offset, layer.number, h, block.position,
+                                                                block.position + kBlockTokens - 1, ok.message()));
           options_.store->ReportDamage(*block.places[group]);
           sound = b;
           break;
@@ -785,8 +783,8 @@ Status CellMemory::ReadVerified(const Block& block, const LayerCells& layer, uin
   const HeadRun& run = layer.run(head);
   const uint16_t in_slot = layer.head_in_slot(head);
   KVCELL_RETURN_IF_ERROR(options_.store->ReadCells(shape, *block.places[layer.group], run.slot, in_slot, 1, to));
-  Status ok = VerifyCell({to, run.layout.bytes}, layer.number, head, static_cast<uint64_t>(block.position),
-                         block.key.data());
+  Status ok =
+      VerifyCell({to, run.layout.bytes}, layer.number, head, static_cast<uint64_t>(block.position), block.key.data());
   if (ok.ok()) return ok;
   options_.store->ReportDamage(*block.places[layer.group]);
   const auto [path, offset] = options_.store->Locate(shape, *block.places[layer.group], run.slot, in_slot);

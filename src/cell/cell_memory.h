@@ -54,8 +54,8 @@ class CellMemory {
     uint64_t budget = 0;         // of all cells in RAM; never 0 here
     uint64_t scratch_bytes = 0;  // counted against the budget, allocated by the caller
     MemoryShape shape;
-    Store* store = nullptr;   // null: nothing can leave RAM
-    uint64_t generation = 1;  // written into every cell coded here, unless its block has another
+    Store* store = nullptr;              // null: nothing can leave RAM
+    uint64_t generation = 1;             // written into every cell coded here, unless its block has another
     std::shared_ptr<const Rules> rules;  // null: the profile `balanced`
     MemoryProbe probe;                   // what the machine has free; empty: the real one
   };
@@ -215,9 +215,9 @@ class CellMemory {
 
   // cell_sweep.cc: what pressure moves
   struct Sweep {
-    size_t moved = 0;            // blocks that gave RAM back at once
-    std::vector<Block*> write;   // blocks whose cells must be written before they can leave
-    std::vector<Block*> code;    // blocks with exact cells to be coded
+    size_t moved = 0;           // blocks that gave RAM back at once
+    std::vector<Block*> write;  // blocks whose cells must be written before they can leave
+    std::vector<Block*> code;   // blocks with exact cells to be coded
   };
   std::vector<Block*> Victims(size_t most) const;
   template <typename F>

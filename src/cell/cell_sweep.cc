@@ -112,8 +112,8 @@ void CellMemory::SweepBlocks(std::span<Block* const> victims, Pressure pressure,
 }
 
 void CellMemory::MakeRoom(uint64_t n_blocks, uint64_t n_exact, Sweep* sweep) {
-  SweepBlocks(Victims(resident_.size()), Pressure::kHard, resident_.size(), [&] { return Fits(n_blocks, n_exact); },
-              sweep);
+  SweepBlocks(
+      Victims(resident_.size()), Pressure::kHard, resident_.size(), [&] { return Fits(n_blocks, n_exact); }, sweep);
 }
 
 // EVICT rules that ask for more than a place: by mass, reads, idle time or pressure.
@@ -167,7 +167,8 @@ void CellMemory::BalanceInBackground(bool moved_on) {
   };
   const auto table = rules_->table.rules();
   if (std::any_of(table.begin(), table.end(), holds_now)) {
-    SweepBlocks(victims, level, most, [] { return false; }, &sweep);
+    SweepBlocks(
+        victims, level, most, [] { return false; }, &sweep);
   }
   Start(JobKind::kCode, std::move(sweep.code));
   // Blocks that hard pressure would have written are written ahead at soft, so that dropping them costs nothing then.

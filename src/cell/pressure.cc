@@ -42,9 +42,7 @@ PressureSampler::~PressureSampler() {
 
 void PressureSampler::Sample() {
   const uint64_t free = probe_().least();
-  const Pressure level = free < min_free_                ? Pressure::kHard
-                         : free / 2 < min_free_ ? Pressure::kSoft
-                                                         : Pressure::kNone;
+  const Pressure level = free < min_free_ ? Pressure::kHard : free / 2 < min_free_ ? Pressure::kSoft : Pressure::kNone;
   level_.store(static_cast<int>(level), std::memory_order_relaxed);
   samples_.fetch_add(1, std::memory_order_relaxed);
 }

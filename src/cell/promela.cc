@@ -5,8 +5,8 @@
 namespace kvcell {
 namespace {
 
-// The frame around the table: what the store, a save, a crash and a reader do, whatever the rules are. `held` is the lock
-// that a process has on bytes in the store; bytes exist while they are committed or held.
+// The frame around the table: what the store, a save, a crash and a reader do, whatever the rules are. `held` is the
+// lock that a process has on bytes in the store; bytes exist while they are committed or held.
 constexpr std::string_view kHead = R"(
 mtype = { NONE, ACTIVE, QUANTIZED, PERSISTED, RECOVERING, EVICTED };
 
@@ -86,7 +86,8 @@ std::string Body(const CellRule& rule) {
 }  // namespace
 
 std::string PromelaModel(const Rules& rules) {
-  std::string text = fmt::format("/* The life of a cell under the rules `{}`: made by `kvcell rules promela`. */\n", rules.name);
+  std::string text =
+      fmt::format("/* The life of a cell under the rules `{}`: made by `kvcell rules promela`. */\n", rules.name);
   text += kHead;
   for (const CellRule& rule : rules.table.rules()) {
     const std::string guard = GuardText(rule.guard);

@@ -135,7 +135,8 @@ class Parser {
       ReadList(node, field, takes, value, to);
       return;
     }
-    Scalar(node, field, takes, [&](std::string_view text) { return Comparison<T>(text, value); }, to);
+    Scalar(
+        node, field, takes, [&](std::string_view text) { return Comparison<T>(text, value); }, to);
   }
   template <typename T>
   void ReadList(const YAML::Node& node, std::string_view field, std::string_view takes,
@@ -273,20 +274,20 @@ class Parser {
       return std::nullopt;
     };
     constexpr std::string_view kShare = "a share such as 0.8 or 80 %";
-    ReadMap(
-        node, "pressure",
-        {{"soft", [&](const YAML::Node& n) { Scalar(n, "soft", kShare, Share, &limits.soft); }},
-         {"hard", [&](const YAML::Node& n) { Scalar(n, "hard", kShare, Share, &limits.hard); }},
-         {"min_free", [&](const YAML::Node& n) { Scalar(n, "min_free", "a size such as 1GiB", Bytes, &limits.min_free); }},
-         {"order",
-          [&](const YAML::Node& n) { Scalar(n, "order", "distance, frequency or mass", order, &limits.order); }},
-         {"blocks_per_step",
-          [&](const YAML::Node& n) {
-            Scalar(n, "blocks_per_step", "1..65536", IntegerIn(1, 65536), &limits.blocks_per_step);
-          }},
-         {"wait_ms", [&](const YAML::Node& n) {
-            Scalar(n, "wait_ms", "1..600000 milliseconds", IntegerIn(1, 600000), &limits.wait_ms);
-          }}});
+    ReadMap(node, "pressure",
+            {{"soft", [&](const YAML::Node& n) { Scalar(n, "soft", kShare, Share, &limits.soft); }},
+             {"hard", [&](const YAML::Node& n) { Scalar(n, "hard", kShare, Share, &limits.hard); }},
+             {"min_free",
+              [&](const YAML::Node& n) { Scalar(n, "min_free", "a size such as 1GiB", Bytes, &limits.min_free); }},
+             {"order",
+              [&](const YAML::Node& n) { Scalar(n, "order", "distance, frequency or mass", order, &limits.order); }},
+             {"blocks_per_step",
+              [&](const YAML::Node& n) {
+                Scalar(n, "blocks_per_step", "1..65536", IntegerIn(1, 65536), &limits.blocks_per_step);
+              }},
+             {"wait_ms", [&](const YAML::Node& n) {
+                Scalar(n, "wait_ms", "1..600000 milliseconds", IntegerIn(1, 600000), &limits.wait_ms);
+              }}});
     if (limits.soft > limits.hard) {
       Error(LineOf(node), fmt::format("soft is {}, more than hard, which is {}", limits.soft, limits.hard));
     }
@@ -339,9 +340,8 @@ class Parser {
             {{"event",
               [&](const YAML::Node& n) {
                 has_event = true;
-                Scalar(n, "event",
-                       "TOKEN_APPEND, READ_REQUEST, CACHE_MISS, MEMORY_PRESSURE, WRITE_BACK or EVICT", EventNamed,
-                       &rule.event);
+                Scalar(n, "event", "TOKEN_APPEND, READ_REQUEST, CACHE_MISS, MEMORY_PRESSURE, WRITE_BACK or EVICT",
+                       EventNamed, &rule.event);
               }},
              {"from", from},
              {"from_state", from},
@@ -356,8 +356,9 @@ class Parser {
     if (check_.errors.size() > errors) return;
     const auto found = ActionOf(rule.event, rule.from, rule.to);
     if (!found) {
-      return Error(rule.line, fmt::format("{} can't lead from {} to {}; what it can do is {}", CellEventName(rule.event),
-                                          FromText(rule.from), CellStateName(rule.to), TransitionsText(rule.event)));
+      return Error(rule.line,
+                   fmt::format("{} can't lead from {} to {}; what it can do is {}", CellEventName(rule.event),
+                               FromText(rule.from), CellStateName(rule.to), TransitionsText(rule.event)));
     }
     rule.action = *found;
     CheckGuard(&rule);
@@ -385,54 +386,54 @@ class Parser {
       return text == "sealed" ? std::optional(true) : text == "open" ? std::optional(false) : std::nullopt;
     };
     const auto truth = [](std::string_view text) -> std::optional<bool> {
-      return text == "true" || text == "yes" ? std::optional(true)
-                                             : text == "false" || text == "no" ? std::optional(false) : std::nullopt;
+      return text == "true" || text == "yes"   ? std::optional(true)
+             : text == "false" || text == "no" ? std::optional(false)
+                                               : std::nullopt;
     };
     const auto share = [&](std::string_view field, Range<double>* to) {
       return Field(field, [this, field, to](const YAML::Node& n) {
         Compare<double>(n, field, "a comparison such as \">= 0.8\"", Share, to);
       });
     };
-    ReadMap(
-        node, "when",
-        {{"block",
-          [&](const YAML::Node& n) {
-            bool value = false;
-            Scalar(n, "block", "sealed or open", sealed, &value);
-            guard->sealed = value;
-          }},
-         {"stored",
-          [&](const YAML::Node& n) {
-            bool value = false;
-            Scalar(n, "stored", "true or false", truth, &value);
-            guard->stored = value;
-          }},
-         {"pressure",
-          [&](const YAML::Node& n) {
-            Compare<int64_t>(n, "pressure", "none, soft, hard or a comparison such as \">= soft\"", PressureNumber,
-                             &guard->pressure);
-          }},
-         {"age_tokens",
-          [&](const YAML::Node& n) {
-            Compare<int64_t>(n, "age_tokens", "a comparison such as \">= 1024\"", Number, &guard->age_tokens);
-          }},
-         {"reads",
-          [&](const YAML::Node& n) {
-            Compare<int64_t>(n, "reads", "a comparison such as \"< 2\"", Number, &guard->reads);
-          }},
-         {"within_steps",
-          [&](const YAML::Node& n) {
-            Scalar(n, "within_steps", "1..64 steps, for `reads`", IntegerIn(1, 64), &guard->within_steps);
-          }},
-         share("mass", &guard->mass),
-         {"layers", [&](const YAML::Node& n) { Compare<int64_t>(n, "layers", kNumbers, Number, &guard->layers); }},
-         {"heads", [&](const YAML::Node& n) { Compare<int64_t>(n, "heads", kNumbers, Number, &guard->heads); }},
-         {"idle",
-          [&](const YAML::Node& n) {
-            Compare<double>(n, "idle", "a comparison such as \">= 10m\"", Seconds, &guard->idle_s);
-          }},
-         share("ram_fill", &guard->ram_fill),
-         share("file_fill", &guard->file_fill)});
+    ReadMap(node, "when",
+            {{"block",
+              [&](const YAML::Node& n) {
+                bool value = false;
+                Scalar(n, "block", "sealed or open", sealed, &value);
+                guard->sealed = value;
+              }},
+             {"stored",
+              [&](const YAML::Node& n) {
+                bool value = false;
+                Scalar(n, "stored", "true or false", truth, &value);
+                guard->stored = value;
+              }},
+             {"pressure",
+              [&](const YAML::Node& n) {
+                Compare<int64_t>(n, "pressure", "none, soft, hard or a comparison such as \">= soft\"", PressureNumber,
+                                 &guard->pressure);
+              }},
+             {"age_tokens",
+              [&](const YAML::Node& n) {
+                Compare<int64_t>(n, "age_tokens", "a comparison such as \">= 1024\"", Number, &guard->age_tokens);
+              }},
+             {"reads",
+              [&](const YAML::Node& n) {
+                Compare<int64_t>(n, "reads", "a comparison such as \"< 2\"", Number, &guard->reads);
+              }},
+             {"within_steps",
+              [&](const YAML::Node& n) {
+                Scalar(n, "within_steps", "1..64 steps, for `reads`", IntegerIn(1, 64), &guard->within_steps);
+              }},
+             share("mass", &guard->mass),
+             {"layers", [&](const YAML::Node& n) { Compare<int64_t>(n, "layers", kNumbers, Number, &guard->layers); }},
+             {"heads", [&](const YAML::Node& n) { Compare<int64_t>(n, "heads", kNumbers, Number, &guard->heads); }},
+             {"idle",
+              [&](const YAML::Node& n) {
+                Compare<double>(n, "idle", "a comparison such as \">= 10m\"", Seconds, &guard->idle_s);
+              }},
+             share("ram_fill", &guard->ram_fill),
+             share("file_fill", &guard->file_fill)});
   }
 
   void ReadAction(const YAML::Node& node, Action* action) {
@@ -441,9 +442,10 @@ class Parser {
       action->word = node.Scalar();
       return;
     }
-    ReadMap(node, "action",
-            {{"codec", [&](const YAML::Node& n) { action->codec = Codec(n); }},
-             {"do", [&](const YAML::Node& n) { Scalar(n, "do", "a word such as code or drop", Text, &action->word); }}});
+    ReadMap(
+        node, "action",
+        {{"codec", [&](const YAML::Node& n) { action->codec = Codec(n); }},
+         {"do", [&](const YAML::Node& n) { Scalar(n, "do", "a word such as code or drop", Text, &action->word); }}});
   }
 
   // Guards that contradict what the transition is, and those that it always has.
@@ -461,8 +463,9 @@ class Parser {
       Error(rule->line, "TOKEN_APPEND from none takes no conditions: every token needs its cell");
     }
     if (rule->event == CellEvent::kWriteBack && !guard.PlaceOnly()) {
-      Error(rule->line, "WRITE_BACK says that bytes have arrived; it takes no conditions but block, stored, layers and "
-                        "heads");
+      Error(rule->line,
+            "WRITE_BACK says that bytes have arrived; it takes no conditions but block, stored, layers and "
+            "heads");
     }
     if (rule->event == CellEvent::kEvict && guard.age_tokens.low > 0) {
       if (guard.age_tokens.high != Range<int64_t>{}.high || guard.age_tokens.low < kBlockTokens) {
@@ -488,7 +491,8 @@ class Parser {
           {"drop_replica", CellAction::kCode},
           {"none", CellAction::kNone},
       }};
-      const auto word = std::find_if(kWords.begin(), kWords.end(), [&](const auto& w) { return w.first == action.word; });
+      const auto word =
+          std::find_if(kWords.begin(), kWords.end(), [&](const auto& w) { return w.first == action.word; });
       if (word == kWords.end() || word->second != rule.action) {
         std::string fits;
         for (const auto& [name, does] : kWords) {
@@ -509,7 +513,8 @@ class Parser {
   void Conclude() {
     ApplyActionCodecs();
     if (!has_rules_) {
-      for (const CellRule& rule : DefaultRules()->table.rules().first(DefaultRules()->n_written)) written_.push_back(rule);
+      for (const CellRule& rule : DefaultRules()->table.rules().first(DefaultRules()->n_written))
+        written_.push_back(rule);
     }
     CheckOverlaps();
     CheckReplicas();
@@ -526,8 +531,9 @@ class Parser {
       if (!a.layers.any() || !a.heads.any()) {
         AddCodecRange(a.layers, a.heads, a.codec, a.line);
       } else if (rules_->codec && !(*rules_->codec == a.codec)) {
-        Error(a.line, fmt::format("cells are coded as {} here, but {} stands elsewhere in the file; a cell has one codec",
-                                  a.codec.name, rules_->codec->name));
+        Error(a.line,
+              fmt::format("cells are coded as {} here, but {} stands elsewhere in the file; a cell has one codec",
+                          a.codec.name, rules_->codec->name));
       } else {
         rules_->codec = a.codec;
       }
@@ -552,7 +558,8 @@ class Parser {
 
   void FindWindows() {
     for (const CellRule& rule : written_) {
-      if (rule.event != CellEvent::kEvict || rule.guard.age_tokens.low <= 0 || rule.from != CellState::kQuantized) continue;
+      if (rule.event != CellEvent::kEvict || rule.guard.age_tokens.low <= 0 || rule.from != CellState::kQuantized)
+        continue;
       rules_->windows.push_back({.layers = rule.guard.layers,
                                  .tokens = rule.guard.age_tokens.low,
                                  .keep = rule.to == CellState::kPersisted,
@@ -571,7 +578,8 @@ class Parser {
     imply(CellEvent::kTokenAppend, std::nullopt, kActive);
     imply(CellEvent::kWriteBack, kQuantized, kQuantized, {.stored = false});
     imply(CellEvent::kWriteBack, kRecovering, kQuantized);
-    for (const CellState from : {kActive, kQuantized, kPersisted, kRecovering}) imply(CellEvent::kEvict, from, kEvicted);
+    for (const CellState from : {kActive, kQuantized, kPersisted, kRecovering})
+      imply(CellEvent::kEvict, from, kEvicted);
     rules_->table = CellRules(std::move(table));
   }
 

@@ -19,10 +19,10 @@ namespace kvcell {
 enum class VictimOrder : uint8_t { kDistance, kFrequency, kMass };
 
 struct PressureLimits {
-  double soft = 0.5;       // of the room for cells: blocks are written ahead, rules with `pressure: ">= soft"` hold
-  double hard = 1.0;       // of the same; a step that finds no room is hard pressure in any case
-  uint64_t min_free = 0;   // free memory of the machine or cgroup (and GPU) below which pressure is hard; soft below
-                           // twice as much. 0: not looked at
+  double soft = 0.5;      // of the room for cells: blocks are written ahead, rules with `pressure: ">= soft"` hold
+  double hard = 1.0;      // of the same; a step that finds no room is hard pressure in any case
+  uint64_t min_free = 0;  // free memory of the machine or cgroup (and GPU) below which pressure is hard; soft below
+                          // twice as much. 0: not looked at
   VictimOrder order = VictimOrder::kDistance;
   int32_t blocks_per_step = 64;  // most blocks that one step moves beyond what it needs itself
   int32_t wait_ms = 2000;        // a step waits at most this long for work under way before it gives up
@@ -63,11 +63,11 @@ struct Rules {
   std::vector<EvictWindow> windows;
 
   // What follows from the table.
-  bool codes_on_seal = true;      // every sealed cell is coded at once, whatever memory says
+  bool codes_on_seal = true;  // every sealed cell is coded at once, whatever memory says
   bool replicates_on_read = false;
-  bool fetches = false;           // a rule brings PERSISTED cells back into RAM
-  bool evicts_by_policy = false;  // a rule gives cells up by mass, reads, idle time or pressure
-  bool measures_mass = false;     // a guard or the order looks at attention mass
+  bool fetches = false;            // a rule brings PERSISTED cells back into RAM
+  bool evicts_by_policy = false;   // a rule gives cells up by mass, reads, idle time or pressure
+  bool measures_mass = false;      // a guard or the order looks at attention mass
   bool depends_on_memory = false;  // what a query reads depends on pressure, reads or mass, not on positions alone
   std::vector<std::string> dependencies;  // why
   std::vector<RuleMessage> warnings;

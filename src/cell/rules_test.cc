@@ -62,7 +62,8 @@ TEST(Rules, LongFormAndShortFormMeanTheSame) {
 }
 
 TEST(Rules, JsonIsReadAsItIs) {
-  const auto rules = Parsed(R"({"codec": "i8", "rules": [{"event": "TOKEN_APPEND", "from": "ACTIVE", "to": "QUANTIZED"}]})");
+  const auto rules =
+      Parsed(R"({"codec": "i8", "rules": [{"event": "TOKEN_APPEND", "from": "ACTIVE", "to": "QUANTIZED"}]})");
   EXPECT_EQ(rules->codec->name, "i8");
   EXPECT_TRUE(rules->codes_on_seal);
 }
@@ -127,20 +128,24 @@ TEST(Rules, ErrorsNameLineAndWhatIsAllowed) {
       {"rules:\n - {event: EVICT, from: ACTIVE, to: none}", "2: ", "to takes ACTIVE, QUANTIZED"},
       {"rules:\n - {event: EVICT, from: ACTIVE}", "2: ", "needs the state it leads to"},
       {"rules:\n - {from: ACTIVE, to: EVICTED}", "2: ", "needs an event"},
-      {"rules:\n - {event: EVICT, from: ACTIVE, to: QUANTIZED}", "2: ", "can't lead from ACTIVE to QUANTIZED; what it can"},
+      {"rules:\n - {event: EVICT, from: ACTIVE, to: QUANTIZED}",
+       "2: ", "can't lead from ACTIVE to QUANTIZED; what it can"},
       {"rules:\n - {event: EVICT, from: ACTIVE, to: EVICTED, when: {age: 5}}", "2: ", "allowed are block, stored"},
       {"rules:\n - {event: EVICT, from: ACTIVE, to: EVICTED, when: {layers: [1, 5]}}", "2: ", "leaves a gap"},
       {"rules:\n - {event: EVICT, from: QUANTIZED, to: EVICTED, when: {age_tokens: \">= 63\"}}", "2: ", "64 or more"},
       {"rules:\n - {event: EVICT, from: QUANTIZED, to: EVICTED, when: {reads: \"about 3\"}}", "2: ", "a comparison"},
       {"rules:\n - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED, when: {block: open}}", "2: ", "open block"},
-      {"rules:\n - {event: MEMORY_PRESSURE, from: QUANTIZED, to: PERSISTED, when: {pressure: none}}", "2: ", "never hold"},
+      {"rules:\n - {event: MEMORY_PRESSURE, from: QUANTIZED, to: PERSISTED, when: {pressure: none}}",
+       "2: ", "never hold"},
       {"rules:\n - {event: EVICT, from: ACTIVE, to: EVICTED, action: {codec: i4}}", "2: ", "a codec belongs to"},
       {"rules:\n - {event: EVICT, from: ACTIVE, to: EVICTED, action: fetch}", "2: ", "that is drop"},
       {"rules:\n - {event: CACHE_MISS, from: QUANTIZED, to: RECOVERING}", "2: ", "RECOVERING to ACTIVE is needed"},
-      {"rules:\n - {event: EVICT, from: QUANTIZED, to: EVICTED}\n - {event: EVICT, from: QUANTIZED, to: PERSISTED}", "3: ",
-       "contradicts line 2"},
-      {"codecs:\n - {layers: 0-3, codec: i8}\n - {layers: 3-5, codec: f16}", "3: ", "layer 3, head 0 has another codec in line 2"},
-      {"codec: i8\nrules:\n - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED, action: {codec: i4}}", "3: ", "one codec"},
+      {"rules:\n - {event: EVICT, from: QUANTIZED, to: EVICTED}\n - {event: EVICT, from: QUANTIZED, to: PERSISTED}",
+       "3: ", "contradicts line 2"},
+      {"codecs:\n - {layers: 0-3, codec: i8}\n - {layers: 3-5, codec: f16}",
+       "3: ", "layer 3, head 0 has another codec in line 2"},
+      {"codec: i8\nrules:\n - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED, action: {codec: i4}}",
+       "3: ", "one codec"},
       {"rules: []\nstate_transition_rules: []", "2: ", "stand twice"},
   };
   for (const auto& c : kCases) {
@@ -151,7 +156,9 @@ TEST(Rules, ErrorsNameLineAndWhatIsAllowed) {
 }
 
 TEST(Rules, AllErrorsOfAFileAreFound) {
-  EXPECT_EQ(CheckRules("codec: i9\nrules:\n - {event: X, from: none, to: ACTIVE}\n - {event: EVICT}\n", "t").errors.size(), 4u);
+  EXPECT_EQ(
+      CheckRules("codec: i9\nrules:\n - {event: X, from: none, to: ACTIVE}\n - {event: EVICT}\n", "t").errors.size(),
+      4u);
 }
 
 TEST(Rules, OddRulesAreWarnings) {
@@ -187,7 +194,8 @@ TEST(Rules, EveryProfileIsSoundAndOnlyBalancedIsTheDefault) {
 }
 
 TEST(Rules, CodecsByLayerAndHead) {
-  const auto rules = Parsed("codec: i4\ncodecs:\n - {layers: 0-1, codec: i8}\n - {layers: \">= 4\", heads: 1, codec: f16}\n");
+  const auto rules =
+      Parsed("codec: i4\ncodecs:\n - {layers: 0-1, codec: i8}\n - {layers: \">= 4\", heads: 1, codec: f16}\n");
   const auto codec = [&](int layer, int head) {
     return CodecFor(*rules->codec, rules->codec_ranges, layer, head).name;
   };

@@ -28,15 +28,15 @@ std::string_view CellEventName(CellEvent event);  // "TOKEN_APPEND" ...
 
 // What a transition does to the bytes; it is complete only when they have moved.
 enum class CellAction : uint8_t {
-  kNone,         // bookkeeping only
-  kCreate,       // an exact slot in RAM
-  kCode,         // exact values become the coded cell; where that exists already, the exact replica is dropped
-  kDropRam,      // written to the store where it does not hold the same bytes yet; then the RAM copy goes
-  kFetch,        // bytes start on their way from the store to RAM
-  kReplicate,    // an exact replica is made of the coded bytes, which stay the truth
-  kAdmit,        // what was fetched has been verified, what was replicated is there
-  kMarkStored,   // the store holds the same bytes now
-  kDrop,         // all bytes go
+  kNone,        // bookkeeping only
+  kCreate,      // an exact slot in RAM
+  kCode,        // exact values become the coded cell; where that exists already, the exact replica is dropped
+  kDropRam,     // written to the store where it does not hold the same bytes yet; then the RAM copy goes
+  kFetch,       // bytes start on their way from the store to RAM
+  kReplicate,   // an exact replica is made of the coded bytes, which stay the truth
+  kAdmit,       // what was fetched has been verified, what was replicated is there
+  kMarkStored,  // the store holds the same bytes now
+  kDrop,        // all bytes go
 };
 std::string_view CellActionName(CellAction action);  // "create", "code" ...
 
@@ -61,7 +61,7 @@ struct CellGuard {
   Range<int64_t> pressure{};     // of Pressure's numbers
   Range<int64_t> age_tokens{};   // from the end of its block to the end of the sequence
   Range<int64_t> reads{};        // steps that read it, among the last `within_steps`
-  int64_t within_steps = 64;   // 1..64
+  int64_t within_steps = 64;     // 1..64
   Range<double> mass{};          // its share of attention, 0..1, smoothed over the steps that measured it
   Range<int64_t> layers{};
   Range<int64_t> heads{};     // KV heads
@@ -82,7 +82,7 @@ struct CellRule {
   CellState to = CellState::kActive;
   CellGuard guard{};
   CellAction action = CellAction::kNone;
-  int line = 0;          // in its file; 0: one that always holds, written down nowhere
+  int line = 0;  // in its file; 0: one that always holds, written down nowhere
 };
 
 // The action of a transition; nothing where no such transition exists.

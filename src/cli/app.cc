@@ -91,20 +91,20 @@ class Program {
     CLI::App* command = Command(&app_, "run", "feeds a prompt and prints the answer as it comes",
                                 "kvcell run -m model.gguf -f report.txt -p 'What does it conclude?' --session report");
     parser_.Offer(command,
-                  {"model", "prompt",     "file",    "max-tokens", "temp",   "top-k", "top-p",         "min-p",
-                   "seed",  "raw",        "ctx",     "threads",    "codec",  "sinks", "recent-blocks", "ram-budget",
-                   "store", "durability", "session", "json",       "report", "quiet", "rules", "profile", "metrics",
-                   "trace", "sample", "sample-every"});
+                  {"model",         "prompt",     "file",    "max-tokens", "temp",    "top-k",  "top-p",
+                   "min-p",         "seed",       "raw",     "ctx",        "threads", "codec",  "sinks",
+                   "recent-blocks", "ram-budget", "store",   "durability", "session", "json",   "report",
+                   "quiet",         "rules",      "profile", "metrics",    "trace",   "sample", "sample-every"});
     OnChosen(command, [this](const Options& options) { return RunCommand(options, SamplerGiven()); });
   }
 
   void AddChat() {
     CLI::App* command = Command(&app_, "chat", "a conversation in the terminal, kept in the store",
                                 "kvcell chat -m model.gguf --session ideas");
-    parser_.Offer(command,
-                  {"model", "session", "max-tokens", "temp", "top-k", "top-p", "min-p", "seed", "raw", "ctx", "threads",
-                   "codec", "sinks", "recent-blocks", "ram-budget", "store", "durability", "quiet", "rules", "profile",
-                   "metrics", "trace", "sample", "sample-every"});
+    parser_.Offer(command, {"model", "session",       "max-tokens", "temp",  "top-k",      "top-p",
+                            "min-p", "seed",          "raw",        "ctx",   "threads",    "codec",
+                            "sinks", "recent-blocks", "ram-budget", "store", "durability", "quiet",
+                            "rules", "profile",       "metrics",    "trace", "sample",     "sample-every"});
     OnChosen(command, [this](const Options& options) { return ChatCommand(options, SamplerGiven()); });
   }
 
@@ -160,7 +160,8 @@ class Program {
   void AddRules() {
     CLI::App* group = Group("rules", "rule files: what moves cells between states, and when");
     const auto file = [this](CLI::App* command) {
-      command->add_option("file", path_, "the rule file, YAML or JSON, - for standard input; or a profile's name")->required();
+      command->add_option("file", path_, "the rule file, YAML or JSON, - for standard input; or a profile's name")
+          ->required();
     };
     CLI::App* check = Command(group, "check", "finds every mistake in a rule file; exit code 1 when there is one",
                               "kvcell rules check my.yaml --json");
@@ -202,17 +203,19 @@ class Program {
 
     CLI::App* ctl = Command(&app_, "ctl", "steers a running process from outside: it does so between two steps",
                             "kvcell ctl evict --begin 64 --end 4096");
-    ctl->add_option("command", name_,
-                    "pin or unpin (cells stay in RAM), persist (they leave for the store), evict (given up), reload (the "
-                    "rule file), stats, cells, metrics or trace")
+    ctl->add_option(
+           "command", name_,
+           "pin or unpin (cells stay in RAM), persist (they leave for the store), evict (given up), reload (the "
+           "rule file), stats, cells, metrics or trace")
         ->required();
     ctl->add_option("--begin", begin_, "evict: first token, rounded up to a block of 64 [0]");
     ctl->add_option("--end", end_, "evict: token behind the last one, rounded down");
     parser_.Offer(ctl, {"pid", "json", "quiet"});
     OnChosen(ctl, [this](const Options& options) { return CtlCommand(options, name_, begin_, end_); });
 
-    CLI::App* doctor = Command(&app_, "doctor", "what is wrong with a running process or a stored session, and what to change",
-                               "kvcell doctor --session report");
+    CLI::App* doctor =
+        Command(&app_, "doctor", "what is wrong with a running process or a stored session, and what to change",
+                "kvcell doctor --session report");
     parser_.Offer(doctor, {"store", "session", "pid", "json"});
     OnChosen(doctor, DoctorCommand);
   }
@@ -237,9 +240,9 @@ class Program {
     parser_.Offer(quality, {"model", "file", "context", "windows", "codecs", "sinks", "recent-blocks", "peer",
                             "weights", "threads", "state", "json", "quiet"});
     OnChosen(quality, LabQualityCommand);
-    CLI::App* stream = Command(group, "stream",
-                               "endless text through a window of rules: perplexity beside recomputing each window",
-                               "kvcell lab stream -m model.gguf -f text.txt --profile edge --context 16384");
+    CLI::App* stream =
+        Command(group, "stream", "endless text through a window of rules: perplexity beside recomputing each window",
+                "kvcell lab stream -m model.gguf -f text.txt --profile edge --context 16384");
     parser_.Offer(stream, {"model", "file", "context", "rules", "profile", "every", "threads", "json", "quiet"});
     OnChosen(stream, LabStreamCommand);
   }

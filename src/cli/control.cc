@@ -2,10 +2,10 @@
 
 #include <fmt/format.h>
 #include <poll.h>
+#include <signal.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/un.h>
-#include <signal.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -99,7 +99,8 @@ std::vector<int64_t> RunningProcesses() {
 Result<Json> AskProcess(int64_t pid, const Json& request) {
   const std::string path = SocketPath(pid);
   sockaddr_un address;
-  if (!Address(path, &address)) return Fail(StatusCode::kInvalidArgument, fmt::format("{}: the path is too long", path));
+  if (!Address(path, &address))
+    return Fail(StatusCode::kInvalidArgument, fmt::format("{}: the path is too long", path));
   const int fd = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
   if (fd < 0) return Fail(SocketStatus("no socket", path));
   Result<Json> answer = Fail(StatusCode::kNotFound, fmt::format("no kvcell process {} answers at {}", pid, path));
@@ -129,29 +130,30 @@ Json StatsJson(const Cache& cache) {
   for (const TransitionCount& t : cache.Transitions()) {
     moves.push_back({{"event", t.event}, {"from", t.from}, {"to", t.to}, {"n", t.n}});
   }
-  return {{"cells", cells},
-          {"bytes", bytes},
-          {"ram_bytes", s.ram_bytes},
-          {"ram_peak_bytes", s.ram_peak_bytes},
-          {"ram_budget", cache.options().ram_budget},
-          {"ram_fill", s.ram_fill},
-          {"file_bytes", s.file_bytes},
-          {"kv_bytes", s.kv_bytes},
-          {"f16_bytes", s.f16_bytes},
-          {"pressure", s.pressure},
-          {"reads_ram", s.reads_ram},
-          {"reads_file", s.reads_file},
-          {"misses", {{"streamed", s.misses_streamed}, {"recovering", s.misses_recovering}, {"evicted", s.evicted_skips}}},
-          {"transitions", s.transitions},
-          {"moves", moves},
-          {"thrashed", s.thrashed},
-          {"damped", s.damped},
-          {"waits", s.waits},
-          {"longest_wait_ms", s.longest_wait_ms},
-          {"jobs", s.jobs},
-          {"failed_jobs", s.failed_jobs},
-          {"saturated", s.saturated},
-          {"not_finite", s.not_finite}};
+  return {
+      {"cells", cells},
+      {"bytes", bytes},
+      {"ram_bytes", s.ram_bytes},
+      {"ram_peak_bytes", s.ram_peak_bytes},
+      {"ram_budget", cache.options().ram_budget},
+      {"ram_fill", s.ram_fill},
+      {"file_bytes", s.file_bytes},
+      {"kv_bytes", s.kv_bytes},
+      {"f16_bytes", s.f16_bytes},
+      {"pressure", s.pressure},
+      {"reads_ram", s.reads_ram},
+      {"reads_file", s.reads_file},
+      {"misses", {{"streamed", s.misses_streamed}, {"recovering", s.misses_recovering}, {"evicted", s.evicted_skips}}},
+      {"transitions", s.transitions},
+      {"moves", moves},
+      {"thrashed", s.thrashed},
+      {"damped", s.damped},
+      {"waits", s.waits},
+      {"longest_wait_ms", s.longest_wait_ms},
+      {"jobs", s.jobs},
+      {"failed_jobs", s.failed_jobs},
+      {"saturated", s.saturated},
+      {"not_finite", s.not_finite}};
 }
 
 Json CellInfoJson(const CellInfo& info) {
@@ -207,7 +209,8 @@ std::string MetricsText(const Cache& cache, int64_t tokens) {
       s.misses_streamed, s.misses_recovering, s.evicted_skips);
   family("transitions_total", "counter", "Cells moved, by event and states.");
   for (const TransitionCount& t : cache.Transitions()) {
-    text += fmt::format("kvcell_transitions_total{{event=\"{}\",from=\"{}\",to=\"{}\"}} {}\n", t.event, t.from, t.to, t.n);
+    text +=
+        fmt::format("kvcell_transitions_total{{event=\"{}\",from=\"{}\",to=\"{}\"}} {}\n", t.event, t.from, t.to, t.n);
   }
   one("thrashed_total", "counter", "Blocks put to rest after going to and fro.", static_cast<double>(s.thrashed));
   one("waits_total", "counter", "Steps that waited for room.", static_cast<double>(s.waits));
@@ -338,15 +341,17 @@ Json Control::Do(const Json& request) {
     return done(cache.Evict(target_.sequence, request.value("begin", int64_t{0}), request.value("end", int64_t{0})));
   }
   if (command == "reload") return done(Reload());
-  return ErrorJson(Status(
-      StatusCode::kInvalidArgument,
-      fmt::format("'{}' is no command; there are ping, stats, cells, metrics, trace, pin, unpin, persist, evict, reload",
-                  command)));
+  return ErrorJson(
+      Status(StatusCode::kInvalidArgument,
+             fmt::format(
+                 "'{}' is no command; there are ping, stats, cells, metrics, trace, pin, unpin, persist, evict, reload",
+                 command)));
 }
 
 Status Control::Reload() {
   if (target_.rules_path.empty()) {
-    return Status(StatusCode::kInvalidArgument, "this process was started without --rules, so there is no file to read again");
+    return Status(StatusCode::kInvalidArgument,
+                  "this process was started without --rules, so there is no file to read again");
   }
   auto rules = LoadRules(target_.rules_path);
   if (!rules) return rules.error();

@@ -23,7 +23,8 @@ namespace kvcell::cli {
 std::string RuntimeDirectory();
 // Process ids whose sockets are there and answer.
 std::vector<int64_t> RunningProcesses();
-// One request and its answer. kNotFound where no such process runs, kIoError; an answer that holds an error is that error.
+// One request and its answer. kNotFound where no such process runs, kIoError; an answer that holds an error is that
+// error.
 Result<Json> AskProcess(int64_t pid, const Json& request);
 
 // Counters in Prometheus' text form.
@@ -36,7 +37,7 @@ class Control {
   struct Target {
     Cache* cache = nullptr;
     SequenceId sequence = 0;
-    std::string session;  // "": none
+    std::string session;     // "": none
     std::string rules_path;  // read again on SIGHUP or by request; "": nothing to read
   };
   // Opens the socket and serves it on a thread. Where the socket can't be made, the process runs all the same, unseen:

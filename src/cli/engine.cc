@@ -126,13 +126,12 @@ Result<Engine> OpenEngine(const Options& options) {
 Status OpenToOthers(const Options& options, SequenceId sequence, Engine* engine) {
   Status status;
   CatchHangups();
-  engine->control = Control::Start({.cache = engine->cache.get(),
-                                    .sequence = sequence,
-                                    .session = options.session,
-                                    .rules_path = options.rules},
-                                   &status);
+  engine->control = Control::Start(
+      {.cache = engine->cache.get(), .sequence = sequence, .session = options.session, .rules_path = options.rules},
+      &status);
   engine->control->NoteSaved(engine->cache->Length(sequence));
-  if (!status.ok() && !options.quiet) PrintWarning(fmt::format("other processes can't see this one: {}", status.message()));
+  if (!status.ok() && !options.quiet)
+    PrintWarning(fmt::format("other processes can't see this one: {}", status.message()));
   return options.sample.empty() ? OkStatus() : engine->control->StartSampling(options.sample, options.sample_every);
 }
 

@@ -16,8 +16,8 @@ struct Engine {
   std::unique_ptr<Model> model;
   std::unique_ptr<Cache> cache;
   std::unique_ptr<Control> control;  // before the cache goes; null: nobody sees this process
-  int64_t context = 0;   // most tokens of a sequence
-  double load_ms = 0.0;  // of the model
+  int64_t context = 0;               // most tokens of a sequence
+  double load_ms = 0.0;              // of the model
 };
 
 // Most rows per step: prompts are fed in chunks of this many tokens.

@@ -66,8 +66,8 @@ StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer,
   std::tie(cell.info.storage_path, cell.info.offset) =
       store->Locate(map.shapes[layer.group], *place, layer.slot(head), layer.head_in_slot(head));
   buffer->resize(layout.bytes);
-  Status status = store->ReadCells(map.shapes[layer.group], *place, layer.slot(head), layer.head_in_slot(head), 1,
-                                   buffer->data());
+  Status status =
+      store->ReadCells(map.shapes[layer.group], *place, layer.slot(head), layer.head_in_slot(head), 1, buffer->data());
   if (status.ok()) {
     CellHeader header;
     std::memcpy(&header, buffer->data(), sizeof(header));

@@ -57,8 +57,8 @@ int LabStreamCommand(const Options& options) {
     table.Add({std::to_string(part.tokens), FormatSize(part.ram_bytes), fmt::format("{:.1f}", part.tokens_per_s)});
   }
   table.Print(stdout);
-  fmt::print("perplexity of {} tokens: {:.4f} streamed, {:.4f} with each window recomputed, ratio {:.4f}\n", result->scored,
-             result->ppl_stream, result->ppl_recomputed, ratio);
+  fmt::print("perplexity of {} tokens: {:.4f} streamed, {:.4f} with each window recomputed, ratio {:.4f}\n",
+             result->scored, result->ppl_stream, result->ppl_recomputed, ratio);
   return 0;
 }
 
@@ -70,7 +70,8 @@ int BenchOverheadCommand(const Options& options) {
   if (options.json) {
     Json list = Json::array();
     for (const BenchRow& row : *rows) {
-      list.push_back({{"name", row.name}, {"value", row.value}, {"unit", row.unit}, {"peer", row.peer}, {"ratio", row.ratio}});
+      list.push_back(
+          {{"name", row.name}, {"value", row.value}, {"unit", row.unit}, {"peer", row.peer}, {"ratio", row.ratio}});
     }
     PrintJson({{"rows", list}});
     return 0;
@@ -78,7 +79,8 @@ int BenchOverheadCommand(const Options& options) {
   Table table({"NAME", "VALUE", "UNIT", "PEER", "RATIO"});
   table.AlignRight({1, 3, 4});
   for (const BenchRow& row : *rows) {
-    table.Add({row.name, fmt::format("{:.4g}", row.value), row.unit, row.peer == 0 ? "" : fmt::format("{:.4g}", row.peer),
+    table.Add({row.name, fmt::format("{:.4g}", row.value), row.unit,
+               row.peer == 0 ? "" : fmt::format("{:.4g}", row.peer),
                row.ratio == 0 ? "" : fmt::format("{:.3f}", row.ratio)});
   }
   table.Print(stdout);

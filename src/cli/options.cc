@@ -10,8 +10,8 @@
 #include <limits>
 #include <utility>
 
-#include "cli/config_file.h"
 #include "cell/rules.h"
+#include "cli/config_file.h"
 #include "cli/units.h"
 #include "kvcell/codec.h"
 
@@ -605,9 +605,7 @@ bool OptionParser::IsSet(std::string_view name) const {
                      [&](const OptionOrigin& origin) { return origin.name == name && origin.source != "default"; });
 }
 
-bool Options::Given(std::string_view name) const {
-  return std::find(given.begin(), given.end(), name) != given.end();
-}
+bool Options::Given(std::string_view name) const { return std::find(given.begin(), given.end(), name) != given.end(); }
 
 Result<std::shared_ptr<const Rules>> RulesFrom(const Options& options) {
   if (options.rules.empty() && options.profile.empty()) return std::shared_ptr<const Rules>();
@@ -615,8 +613,9 @@ Result<std::shared_ptr<const Rules>> RulesFrom(const Options& options) {
     return Fail(StatusCode::kInvalidArgument, "--rules and --profile can't both be given; choose one");
   }
   if (options.Given("codec")) {
-    return Fail(StatusCode::kInvalidArgument,
-                "--codec can't be given beside --rules or --profile, which say how cells are coded; put it into the file");
+    return Fail(
+        StatusCode::kInvalidArgument,
+        "--codec can't be given beside --rules or --profile, which say how cells are coded; put it into the file");
   }
   auto loaded = options.rules.empty() ? ProfileRules(options.profile) : LoadRules(options.rules);
   if (!loaded) return loaded;

@@ -39,11 +39,11 @@ struct Options {
   int64_t ctx = 0;  // 0: what the model was trained for
   int32_t threads = 0;
   std::string codec = "i4";
-  std::string rules;    // file; "": none
-  std::string profile;  // name; "": balanced
-  std::string metrics;  // file that counters are written to in Prometheus' text form
-  std::string trace;    // file for the trace of transitions
-  std::string sample;   // file for the resource curve
+  std::string rules;          // file; "": none
+  std::string profile;        // name; "": balanced
+  std::string metrics;        // file that counters are written to in Prometheus' text form
+  std::string trace;          // file for the trace of transitions
+  std::string sample;         // file for the resource curve
   double sample_every = 1.0;  // seconds
   int64_t pid = 0;            // of another running process; 0: the only one
   int32_t sinks = 4;

@@ -1,11 +1,12 @@
 // kvcell rules: checks, shows, draws and replays rule files, without a model.
+#include "cell/rules.h"
+
 #include <fmt/format.h>
 
 #include <string>
 #include <utility>
 
 #include "cell/promela.h"
-#include "cell/rules.h"
 #include "cli/commands.h"
 #include "cli/output.h"
 #include "cli/text_file.h"
@@ -54,7 +55,8 @@ int RulesCheckCommand(const Options& options, const std::string& path) {
   }
   for (const RuleMessage& m : check.errors) fmt::print(stderr, "kvcell: {}:{}: {}\n", path, m.line, m.message);
   for (const RuleMessage& m : check.warnings) {
-    PrintWarning(m.line > 0 ? fmt::format("{}:{}: {}", path, m.line, m.message) : fmt::format("{}: {}", path, m.message));
+    PrintWarning(m.line > 0 ? fmt::format("{}:{}: {}", path, m.line, m.message)
+                            : fmt::format("{}: {}", path, m.message));
   }
   if (ok) fmt::print("{}: {} rules, sound\n", path, check.rules->n_written);
   return ok ? 0 : 1;

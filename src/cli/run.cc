@@ -59,7 +59,8 @@ int RunCommand(const Options& options, bool sampler_given) {
   Result<std::unique_ptr<Conversation>> opened = Conversation::Open(&*engine, SettingsFrom(options, sampler_given));
   if (!opened) return Failed(opened.error());
   Conversation& conversation = **opened;
-  if (const Status status = OpenToOthers(options, conversation.sequence(), &*engine); !status.ok()) return Failed(status);
+  if (const Status status = OpenToOthers(options, conversation.sequence(), &*engine); !status.ok())
+    return Failed(status);
   if (!conversation.note().empty() && !options.quiet) PrintWarning(conversation.note());
   if (!has_prompt && conversation.empty()) {
     return Failed(Status(StatusCode::kInvalidArgument,

@@ -24,7 +24,8 @@ Result<int64_t> Process(const Options& options) {
   if (pids.empty()) return Fail(StatusCode::kNotFound, "no kvcell process of this user is running");
   std::string list;
   for (const int64_t pid : pids) list += fmt::format(" {}", pid);
-  return Fail(StatusCode::kInvalidArgument, fmt::format("several kvcell processes run; choose one with --pid:{}", list));
+  return Fail(StatusCode::kInvalidArgument,
+              fmt::format("several kvcell processes run; choose one with --pid:{}", list));
 }
 
 uint64_t Number(const Json& object, const char* name) { return object.value(name, uint64_t{0}); }
@@ -32,8 +33,9 @@ uint64_t Number(const Json& object, const char* name) { return object.value(name
 // Rates come from two answers `seconds` apart.
 void DrawTop(const Json& now, const Json& before, double seconds) {
   const auto rate = [&](const char* name) {
-    return seconds > 0 ? static_cast<double>(Number(now, name) - std::min(Number(now, name), Number(before, name))) / seconds
-                       : 0.0;
+    return seconds > 0
+               ? static_cast<double>(Number(now, name) - std::min(Number(now, name), Number(before, name))) / seconds
+               : 0.0;
   };
   fmt::print("process {}{}, {} tokens, {:.1f} tokens/s, {:.0f} transitions/s\n", Number(now, "pid"),
              now.value("session", "").empty() ? "" : fmt::format(", session '{}'", now.value("session", "")),
@@ -52,7 +54,9 @@ void DrawTop(const Json& now, const Json& before, double seconds) {
     const auto state = static_cast<CellState>(i);
     table.Add({name, FormatCount(static_cast<int64_t>(Number(now["cells"], name.c_str()))),
                FormatSize(Number(now["bytes"], name.c_str())),
-               state == CellState::kPersisted ? "file" : state == CellState::kEvicted ? "-" : "ram"});
+               state == CellState::kPersisted ? "file"
+               : state == CellState::kEvicted ? "-"
+                                              : "ram"});
   }
   table.Print(stdout);
 }

@@ -30,18 +30,23 @@ double Quantile(std::vector<double> values, double q) {
 Result<std::vector<BenchRow>> BenchSweep(const OverheadOptions& options) {
   constexpr int32_t kLayers = 30, kHeads = 3, kDim = 16;
   constexpr int64_t kCellsPerBlock = kLayers * kHeads;
-  LayerGeometry layer{.n_heads = kHeads, .n_kv_heads = kHeads, .head_dim_k = kDim, .head_dim_v = kDim, .window = 0,
-                      .scale = 0.25f, .softcap = 0.0f};
+  LayerGeometry layer{.n_heads = kHeads,
+                      .n_kv_heads = kHeads,
+                      .head_dim_k = kDim,
+                      .head_dim_v = kDim,
+                      .window = 0,
+                      .scale = 0.25f,
+                      .softcap = 0.0f};
   const auto codec = ParseCodec("i4");
   auto map = MakeCellMap(Geometry(kLayers, layer), *codec, 0);
   if (!map) return Fail(map.error());
   const auto n_blocks = static_cast<uint64_t>((options.cells + kCellsPerBlock - 1) / kCellsPerBlock);
   const auto to_move = static_cast<uint64_t>((options.moved + kCellsPerBlock - 1) / kCellsPerBlock);
-  auto rules = ParseRules(
-      "pressure: {soft: 0.0, hard: 1.0, blocks_per_step: " + std::to_string(to_move) +
-          "}\nrules:\n - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED}\n"
-          " - {event: MEMORY_PRESSURE, from: QUANTIZED, to: PERSISTED, when: {pressure: \">= soft\"}}\n",
-      "bench");
+  auto rules =
+      ParseRules("pressure: {soft: 0.0, hard: 1.0, blocks_per_step: " + std::to_string(to_move) +
+                     "}\nrules:\n - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED}\n"
+                     " - {event: MEMORY_PRESSURE, from: QUANTIZED, to: PERSISTED, when: {pressure: \">= soft\"}}\n",
+                 "bench");
   if (!rules) return Fail(rules.error());
   const uint64_t budget = 2 * CodedBytes(*map, uint64_t{2} << 20, n_blocks + 1, 0) + (uint64_t{256} << 20);
   const MemoryShape shape = MakeMemoryShape(*map, budget, 1, 0, 64);
@@ -53,8 +58,8 @@ Result<std::vector<BenchRow>> BenchSweep(const OverheadOptions& options) {
                                                      .rules = *rules,
                                                      .probe = {}});
   if (!memory) return Fail(memory.error());
-  const std::array<std::optional<BlockPlace>, kCellGroups> stored = {BlockPlace{.segment = 1, .offset = 0, .n_blocks = 1, .index = 0},
-                                                                     std::nullopt};
+  const std::array<std::optional<BlockPlace>, kCellGroups> stored = {
+      BlockPlace{.segment = 1, .offset = 0, .n_blocks = 1, .index = 0}, std::nullopt};
   std::vector<Block*> blocks;
   for (uint64_t b = 0; b < n_blocks; ++b) {
     Block* block = (*memory)->NewBlock(static_cast<int64_t>(b) * kBlockTokens, {});
@@ -79,13 +84,12 @@ Result<std::vector<BenchRow>> BenchSweep(const OverheadOptions& options) {
     (*memory)->AdoptPlaces(block, {}, 1);
     (*memory)->Release(block);
   }
-  const double metadata = static_cast<double>(sizeof(CellEntry)) +
-                          static_cast<double>(sizeof(Block)) / static_cast<double>(kCellsPerBlock);
-  return std::vector<BenchRow>{
-      {"cells in the table", static_cast<double>(n_blocks * kCellsPerBlock), "cells", 0, 0},
-      {"cells moved by the sweep", static_cast<double>(moved), "cells", 0, 0},
-      {"sweep, token path", ms, "ms", 20.0, ms / 20.0},
-      {"metadata per cell", metadata, "bytes", 32.0, metadata / 32.0}};
+  const double metadata =
+      static_cast<double>(sizeof(CellEntry)) + static_cast<double>(sizeof(Block)) / static_cast<double>(kCellsPerBlock);
+  return std::vector<BenchRow>{{"cells in the table", static_cast<double>(n_blocks * kCellsPerBlock), "cells", 0, 0},
+                               {"cells moved by the sweep", static_cast<double>(moved), "cells", 0, 0},
+                               {"sweep, token path", ms, "ms", 20.0, ms / 20.0},
+                               {"metadata per cell", metadata, "bytes", 32.0, metadata / 32.0}};
 }
 
 struct Runner {
@@ -147,7 +151,8 @@ Status BenchSteps(const OverheadOptions& options, std::vector<BenchRow>* rows) {
   }
   const double step = Quantile(steps, 0.5);
   rows->push_back({"decode step", step, "ms", 0, 0});
-  rows->push_back({"state, paging and accounting in a step", Quantile(frames, 0.5), "ms", step, Quantile(frames, 0.5) / step});
+  rows->push_back(
+      {"state, paging and accounting in a step", Quantile(frames, 0.5), "ms", step, Quantile(frames, 0.5) / step});
   const double share = 100.0 * Quantile(shares, 0.5);
   rows->push_back({"added to a decode step, median of pairs", share, "%", 3.0, share / 3.0});
   rows->push_back({"added to a decode step, 5 % of pairs below", 100.0 * Quantile(shares, 0.05), "%", 3.0, 0});

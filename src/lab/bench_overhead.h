@@ -10,11 +10,11 @@
 namespace kvcell {
 
 struct OverheadOptions {
-  std::string model;           // GGUF file; "": the sweep and metadata only
-  int64_t context = 2048;      // tokens before the measured steps
-  int64_t pairs = 64;          // of decode steps, one of each kind, alternating
-  int64_t cells = 1000000;     // in the table of the sweep
-  int64_t moved = 10000;       // of them leave
+  std::string model;        // GGUF file; "": the sweep and metadata only
+  int64_t context = 2048;   // tokens before the measured steps
+  int64_t pairs = 64;       // of decode steps, one of each kind, alternating
+  int64_t cells = 1000000;  // in the table of the sweep
+  int64_t moved = 10000;    // of them leave
   int32_t n_threads = 0;
 };
 

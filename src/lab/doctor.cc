@@ -17,12 +17,12 @@
 namespace kvcell {
 namespace {
 
-// int4 with rotation and Lloyd-Max levels comes to about 0.01, int8 to 0.0001; beyond 0.03 answers of small models change
-// visibly (docs/codecs.md tells how it was measured).
+// int4 with rotation and Lloyd-Max levels comes to about 0.01, int8 to 0.0001; beyond 0.03 answers of small models
+// change visibly (docs/codecs.md tells how it was measured).
 constexpr double kMuchError = 0.03;
-constexpr double kLayerSpread = 4.0;  // times the median layer
-constexpr double kManyMisses = 0.2;   // of all reads
-constexpr double kMuchUnused = 2.0;   // RAM taken over bytes of cells in it
+constexpr double kLayerSpread = 4.0;            // times the median layer
+constexpr double kManyMisses = 0.2;             // of all reads
+constexpr double kMuchUnused = 2.0;             // RAM taken over bytes of cells in it
 constexpr uint64_t kSmall = uint64_t{4} << 20;  // below this, whole chunks and set-aside room are all there is to see
 
 double Median(std::vector<double> values) {
@@ -56,8 +56,8 @@ void AddSide(const SideLayout& side, const std::byte* cell, const float* values,
 std::vector<DoctorFinding> Diagnose(const DoctorFigures& f) {
   std::vector<DoctorFinding> findings;
   if (!f.error_by_layer.empty()) {
-    const double mean =
-        std::accumulate(f.error_by_layer.begin(), f.error_by_layer.end(), 0.0) / static_cast<double>(f.error_by_layer.size());
+    const double mean = std::accumulate(f.error_by_layer.begin(), f.error_by_layer.end(), 0.0) /
+                        static_cast<double>(f.error_by_layer.size());
     const double median = Median(f.error_by_layer);
     const auto worst = std::max_element(f.error_by_layer.begin(), f.error_by_layer.end());
     if (median > kMuchError) {
@@ -68,9 +68,10 @@ std::vector<DoctorFinding> Diagnose(const DoctorFigures& f) {
     }
     if (*worst > kLayerSpread * median && *worst > 1e-3) {
       const auto layer = worst - f.error_by_layer.begin();
-      findings.push_back({"layers", "one layer is coded far worse than the others",
-                          fmt::format("layer {}: expected error {:.4f}, median of all layers {:.4f}", layer, *worst, median),
-                          fmt::format("give that layer more bits in a rule file: codecs: [{{layers: {}, codec: i8}}]", layer)});
+      findings.push_back(
+          {"layers", "one layer is coded far worse than the others",
+           fmt::format("layer {}: expected error {:.4f}, median of all layers {:.4f}", layer, *worst, median),
+           fmt::format("give that layer more bits in a rule file: codecs: [{{layers: {}, codec: i8}}]", layer)});
     }
   }
   if (f.stats && f.stats->saturated + f.stats->not_finite > 0) {
@@ -79,11 +80,12 @@ std::vector<DoctorFinding> Diagnose(const DoctorFigures& f) {
                         "check the model file (`kvcell info -m`): sound weights don't do this"});
   }
   if (f.cells_damaged > 0) {
-    findings.push_back({"transition", "stored cells are not what was written",
-                        fmt::format("{} of {} cells fail their check; the first: {}", f.cells_damaged, f.cells_checked,
-                                    f.first_damage),
-                        "kvcell leaves them out and computes their tokens again; look at the disk, and remove or save the "
-                        "session anew"});
+    findings.push_back(
+        {"transition", "stored cells are not what was written",
+         fmt::format("{} of {} cells fail their check; the first: {}", f.cells_damaged, f.cells_checked,
+                     f.first_damage),
+         "kvcell leaves them out and computes their tokens again; look at the disk, and remove or save the "
+         "session anew"});
   }
   if (f.stats && f.stats->failed_jobs > 0) {
     findings.push_back({"transition", "work off the token path failed, so cells stayed where they were",
@@ -94,23 +96,26 @@ std::vector<DoctorFinding> Diagnose(const DoctorFigures& f) {
     const uint64_t reads = f.stats->reads_ram + f.stats->reads_file;
     const double share = reads == 0 ? 0.0 : static_cast<double>(f.stats->reads_file) / static_cast<double>(reads);
     if (f.stats->thrashed > 0 || share > kManyMisses) {
-      findings.push_back({"thrash", "steps get slower with the context: cells go to and fro, or come from the store every time",
-                          fmt::format("{:.1f} % of reads went to the store, {} blocks went to and fro, {} steps waited up to "
-                                      "{:.0f} ms",
-                                      100.0 * share, f.stats->thrashed, f.stats->waits, f.stats->longest_wait_ms),
-                          "raise --ram-budget, use fewer bits, or a window (--profile edge)"});
+      findings.push_back(
+          {"thrash", "steps get slower with the context: cells go to and fro, or come from the store every time",
+           fmt::format("{:.1f} % of reads went to the store, {} blocks went to and fro, {} steps waited up to "
+                       "{:.0f} ms",
+                       100.0 * share, f.stats->thrashed, f.stats->waits, f.stats->longest_wait_ms),
+           "raise --ram-budget, use fewer bits, or a window (--profile edge)"});
     }
     const uint64_t in_ram = f.stats->bytes_by_state[static_cast<size_t>(CellState::kActive)] +
                             f.stats->bytes_by_state[static_cast<size_t>(CellState::kQuantized)];
     const uint64_t exact = f.stats->bytes_by_state[static_cast<size_t>(CellState::kActive)];
-    const bool unused = f.stats->ram_bytes > kSmall &&
-                        static_cast<double>(f.stats->ram_bytes) > kMuchUnused * static_cast<double>(std::max<uint64_t>(1, in_ram));
+    const bool unused =
+        f.stats->ram_bytes > kSmall &&
+        static_cast<double>(f.stats->ram_bytes) > kMuchUnused * static_cast<double>(std::max<uint64_t>(1, in_ram));
     const bool mostly_exact = f.stats->ram_bytes > kSmall && exact * 2 > in_ram;
     if (f.pinned || unused || mostly_exact) {
       findings.push_back(
-          {"memory", f.pinned       ? "memory does not shrink: cells are pinned"
-                     : mostly_exact ? "memory does not shrink: most of it holds exact cells"
-                                    : "memory does not shrink: much of it is set aside, not in use",
+          {"memory",
+           f.pinned       ? "memory does not shrink: cells are pinned"
+           : mostly_exact ? "memory does not shrink: most of it holds exact cells"
+                          : "memory does not shrink: much of it is set aside, not in use",
            fmt::format("{} bytes taken, {} of cells in RAM, {} of these exact", f.stats->ram_bytes, in_ram, exact),
            f.pinned       ? "`kvcell ctl unpin`"
            : mostly_exact ? "rules that code cells when they seal (--profile balanced), or fewer --recent-blocks"
@@ -152,7 +157,8 @@ Result<DoctorFigures> ExamineSession(const std::string& directory, const std::st
         const CellLayout& layout = layer.coded(h);
         bytes.resize(layout.bytes);
         ++figures.cells_checked;
-        Status status = (*store)->ReadCells(map->shapes[layer.group], *place, layer.slot(h), layer.head_in_slot(h), 1, bytes.data());
+        Status status = (*store)->ReadCells(map->shapes[layer.group], *place, layer.slot(h), layer.head_in_slot(h), 1,
+                                            bytes.data());
         if (status.ok()) status = VerifyCell(bytes, layer.number, h, b * kBlockTokens, record->blocks[b].key.data());
         if (!status.ok()) {
           if (figures.cells_damaged++ == 0) figures.first_damage = status.message();

@@ -71,7 +71,8 @@ TEST(Doctor, OneLayerFarWorseThanTheOthers) {
   TempDir store;
   SaveSession(store.path(), "k=int4:g64:sym,v=int4:g64:sym", 2);
   const auto findings = Diagnose(ExamineSession(store.path(), "s").value());
-  const auto layers = std::find_if(findings.begin(), findings.end(), [](const auto& f) { return f.trouble == "layers"; });
+  const auto layers =
+      std::find_if(findings.begin(), findings.end(), [](const auto& f) { return f.trouble == "layers"; });
   ASSERT_NE(layers, findings.end());
   EXPECT_THAT(layers->figure, HasSubstr("layer 2:"));
 }

@@ -23,7 +23,7 @@ Result<std::vector<Event>> ParseTrace(const std::string& text) {
     std::string_view name;
     int numbers;
   };
-  static constexpr Verb kVerbs[] = {{"append", 1}, {"step", 1}, {"trim", 1}, {"save", 0},   {"persist", 0},
+  static constexpr Verb kVerbs[] = {{"append", 1}, {"step", 1},  {"trim", 1},  {"save", 0},  {"persist", 0},
                                     {"pin", 0},    {"unpin", 0}, {"evict", 2}, {"settle", 0}};
   std::vector<Event> events;
   std::istringstream lines(text.empty() ? "append 4096\nstep 64\n" : text);
@@ -33,7 +33,8 @@ Result<std::vector<Event>> ParseTrace(const std::string& text) {
     std::istringstream words(line.substr(0, line.find('#')));
     Event event{.line = number, .text = {}, .verb = {}};
     if (!(words >> event.verb)) continue;
-    const auto verb = std::find_if(std::begin(kVerbs), std::end(kVerbs), [&](const Verb& v) { return v.name == event.verb; });
+    const auto verb =
+        std::find_if(std::begin(kVerbs), std::end(kVerbs), [&](const Verb& v) { return v.name == event.verb; });
     const auto bad = [&](std::string_view why) {
       return Fail(StatusCode::kInvalidArgument, fmt::format("trace, line {}: {}", number, why));
     };

@@ -24,7 +24,8 @@ double Loss(std::span<const float> logits, Token token) {
 }
 
 // Losses of tokens[1..] from the logits of all rows of a step; the first row's predecessor is `before`.
-double BlockLoss(std::span<const float> logits, std::span<const float> before, std::span<const Token> tokens, size_t n_vocab) {
+double BlockLoss(std::span<const float> logits, std::span<const float> before, std::span<const Token> tokens,
+                 size_t n_vocab) {
   double loss = before.empty() ? 0.0 : Loss(before, tokens[0]);
   for (size_t i = 1; i < tokens.size(); ++i) loss += Loss(logits.subspan((i - 1) * n_vocab, n_vocab), tokens[i]);
   return loss;
@@ -35,7 +36,8 @@ double BlockLoss(std::span<const float> logits, std::span<const float> before, s
 Result<StreamResult> MeasureStream(const StreamOptions& options) {
   StreamResult result;
   result.window = options.rules->WindowOf(0);
-  if (result.window == 0) return Fail(StatusCode::kInvalidArgument, "these rules have no window; --profile edge has one");
+  if (result.window == 0)
+    return Fail(StatusCode::kInvalidArgument, "these rules have no window; --profile edge has one");
   auto model = Model::Load(options.model, {.n_threads = options.n_threads, .max_batch = 512});
   if (!model) return Fail(model.error());
   auto text = (*model)->Tokenize(options.text, true, false);

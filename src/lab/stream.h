@@ -13,8 +13,8 @@
 namespace kvcell {
 
 struct StreamOptions {
-  std::string model;  // GGUF file
-  std::string text;   // begins again where it ends
+  std::string model;                   // GGUF file
+  std::string text;                    // begins again where it ends
   std::shared_ptr<const Rules> rules;  // with a window
   int64_t tokens = 8192;               // fed, in blocks of 64
   int64_t every = 8;                   // of the blocks behind the first window, one in so many is recomputed
@@ -31,7 +31,7 @@ struct StreamPart {
 
 struct StreamResult {
   int64_t tokens = 0, scored = 0;
-  int64_t window = 0;  // tokens before a query's own block
+  int64_t window = 0;                         // tokens before a query's own block
   double ppl_stream = 0, ppl_recomputed = 0;  // over the same tokens
   std::vector<StreamPart> parts;              // eighths
 };

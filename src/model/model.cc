@@ -57,8 +57,8 @@ std::string WeightTypes(const GgufHeader& header) {
   return out;
 }
 
-// How each layer turns positions, as the graph builders do it: over neighbouring pairs for Llama, over the two halves of
-// a head for all others.
+// How each layer turns positions, as the graph builders do it: over neighbouring pairs for Llama, over the two halves
+// of a head for all others.
 std::vector<RopeSpec> RopeOf(const GgufHeader& header, const Hparams& h) {
   std::vector<float> factors;
   const GgufTensor* tensor = header.FindTensor("rope_freqs.weight");
