@@ -162,9 +162,6 @@ class Run {
     run.ReadState();
     for (int64_t w = run.done_; w < run.n_windows_; ++w) {
       if (options.on_window) options.on_window(w, run.n_windows_);
-      if (options.should_stop && options.should_stop()) {
-        return Fail(StatusCode::kCancelled, fmt::format("stopped after {} of {} windows", w, run.n_windows_));
-      }
       KVCELL_FAIL_IF_ERROR(run.Window(w));
       KVCELL_FAIL_IF_ERROR(run.WriteState(w + 1));
     }
@@ -250,6 +247,9 @@ class Run {
     std::vector<std::vector<float>> logits(candidates_.size());
     const size_t before = scores_[0].kld.size();
     for (int64_t at = 0; at < options_.context; at += options_.chunk) {
+      if (options_.should_stop && options_.should_stop()) {
+        return Status(StatusCode::kCancelled, fmt::format("stopped after {} of {} windows", w, n_windows_));
+      }
       const int64_t n = std::min(options_.chunk, options_.context - at);
       for (size_t c = 0; c < candidates_.size(); ++c) {
         KVCELL_RETURN_IF_ERROR(
