@@ -51,6 +51,7 @@ struct CacheOptions {
 // Bytes of KV memory a configuration takes for `n_sequences` sequences of `context` tokens, exactly as the cache
 // allocates.
 struct MemoryPlan {
+  uint64_t cells = 0;     // of the cells at full context: what Stats then calls kv_bytes
   uint64_t coded = 0;     // sealed cells
   uint64_t exact = 0;     // open blocks, sinks, replicas; taken at the start
   uint64_t scratch = 0;   // exact cells of one step and streaming rings; taken at the start
@@ -105,7 +106,8 @@ struct OpenedSession {
   int64_t usable = 0;
   std::vector<float> logits;  // of the last token; empty unless usable == tokens.size()
   std::string extras;
-  std::string note;  // why usable < tokens.size(): which cell of which file is damaged; "" otherwise
+  std::string note;      // why usable < tokens.size(): which cell of which file is damaged; "" otherwise
+  bool created = false;  // the store had no such session: an empty one that holds the name
 };
 
 // Thread-compatible: one thread drives it; Compute's parts alone may run on several.
@@ -148,10 +150,11 @@ class Cache {
   // Stores the sequence under `name` (one transaction; an older session of that name is replaced or stays intact).
   virtual Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits,
                       const std::string& extras) = 0;
-  // Brings a session back. kNotFound; kMismatch naming the identity field that differs; kBusy naming the process that
-  // holds it. Damage shortens `usable` and is told in `note`. The session stays locked for writing until the sequence
-  // is freed.
-  virtual Result<OpenedSession> OpenSession(const std::string& name) = 0;
+  // Brings a session back. kNotFound, unless `create` makes it an empty one that the first Save stores; kMismatch
+  // naming the identity field that differs; kBusy naming the process that holds it. Damage shortens `usable` and is
+  // told in `note`. The session stays locked for writing until the sequence is freed.
+  virtual Result<OpenedSession> OpenSession(const std::string& name, bool create) = 0;
+  Result<OpenedSession> OpenSession(const std::string& name) { return OpenSession(name, /*create=*/false); }
 
   virtual CacheStats Stats() const = 0;
   virtual std::vector<CellInfo> Inspect(SequenceId sequence) const = 0;

@@ -87,7 +87,8 @@ class CacheImpl final : public Cache {
 
   Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits,
               const std::string& extras) override;
-  Result<OpenedSession> OpenSession(const std::string& name) override;
+  using Cache::OpenSession;
+  Result<OpenedSession> OpenSession(const std::string& name, bool create) override;
 
   CacheStats Stats() const override;
   std::vector<CellInfo> Inspect(SequenceId sequence) const override;

@@ -19,6 +19,29 @@ int32_t LongestWindow(const Geometry& geometry) {
   return window;
 }
 
+// Of one sequence's cells once it holds `context` tokens, as Stats counts them.
+uint64_t CellBytes(const CellMap& map, int64_t context, int32_t recent_blocks) {
+  const int64_t n_sealed = context / kBlockTokens;
+  const int64_t n_exact = (context % kBlockTokens != 0 ? 1 : 0) + std::min<int64_t>(recent_blocks, n_sealed);
+  uint64_t bytes = 0;
+  for (const LayerCells& layer : map.layers) {
+    const int64_t window = layer.geometry.window;
+    const int64_t passed = window > 0 ? std::max<int64_t>(0, context - window + 1) / kBlockTokens : 0;
+    bytes += layer.n_heads * (static_cast<uint64_t>(std::max<int64_t>(0, n_sealed - passed)) * layer.coded.bytes +
+                              static_cast<uint64_t>(n_exact) * layer.open.bytes + layer.sink.bytes);
+  }
+  return bytes;
+}
+
+// Whether the bytes of so much context can be counted at all, with room for what comes beside the values.
+bool Countable(const Geometry& geometry, int64_t context, int32_t n_sequences) {
+  double per_token = 0.0;
+  for (const LayerGeometry& layer : geometry) {
+    per_token += 2.0 * static_cast<double>(layer.n_kv_heads) * static_cast<double>(layer.head_dim_k + layer.head_dim_v);
+  }
+  return per_token * static_cast<double>(context) * static_cast<double>(n_sequences) < 0x1p54;
+}
+
 }  // namespace
 
 CacheOptions WithDefaults(CacheOptions options) {
@@ -85,6 +108,11 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   }
   auto map = MakeCellMap(options.geometry, options.codec, options.sinks);
   if (!map) return Fail(map.error());
+  if (!Countable(options.geometry, context, n_sequences)) {
+    return Fail(StatusCode::kInvalidArgument,
+                fmt::format("{} sequences of {} tokens take more memory than there is anywhere; ask for less",
+                            n_sequences, context));
+  }
   const auto sequences = static_cast<uint64_t>(n_sequences);
   const auto n_blocks = static_cast<uint64_t>(context / kBlockTokens);
   // A window's blocks, and one step's that seal before the window moves on.
@@ -96,6 +124,7 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   plan.scratch = ScratchBytes(*map, options);
   plan.coded =
       CodedBytes(*map, shape.chunk_target, sequences * n_blocks, sequences * std::min(n_blocks, window_blocks));
+  plan.cells = sequences * CellBytes(*map, context, options.recent_blocks);
   plan.metadata = sequences * (n_blocks + 1) * (sizeof(Block) + map->n_cells * sizeof(CellEntry));
   plan.total = plan.coded + plan.exact + plan.scratch;
   // What a small budget's smaller chunks would take: the budget itself decides on the chunk size.

@@ -215,7 +215,7 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
   return n_sound;
 }
 
-Result<OpenedSession> CacheImpl::OpenSession(const std::string& name) {
+Result<OpenedSession> CacheImpl::OpenSession(const std::string& name, bool create) {
   if (in_step_) return Fail(StatusCode::kBusy, "OpenSession during a step; Commit or Abort it first");
   if (store_ == nullptr) return Fail(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
   KVCELL_FAIL_IF_ERROR(CheckSessionName(name));
@@ -223,6 +223,18 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name) {
   auto lock = store_->LockSession(name);
   if (!lock) return Fail(lock.error());
   auto record = store_->Load(name);
+  if (!record && record.error().code() == StatusCode::kNotFound && create) {
+    // The name is held from the start: of two that begin it at once, the second is told.
+    const auto id = Create();
+    if (!id) return Fail(id.error());
+    Sequence* sequence = Find(*id);
+    sequence->lock = std::move(*lock);
+    sequence->locked_name = name;
+    OpenedSession opened;
+    opened.sequence = *id;
+    opened.created = true;
+    return opened;
+  }
   if (!record) return Fail(record.error());
   const auto release_all = [&] {
     for (const BlockRecord& block : record->blocks) store_->Release(block);

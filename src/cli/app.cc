@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <string>
@@ -38,6 +39,7 @@ class Program {
   }
 
   int Run(int argc, const char* const* argv) {
+    if (const Status status = CheckCommand(argc, argv); !status.ok()) return Failed(status);
     try {
       app_.parse(argc, argv);
     } catch (const CLI::ParseError& error) {
@@ -49,6 +51,24 @@ class Program {
 
  private:
   using Handler = std::function<int(const Options&)>;
+
+  // CLI11 says of an unknown command only that one is required.
+  Status CheckCommand(int argc, const char* const* argv) const {
+    const CLI::App* at = &app_;
+    for (int i = 1; i < argc && argv[i][0] != '-'; ++i) {
+      const auto commands = at->get_subcommands([](const CLI::App*) { return true; });
+      if (commands.empty()) break;
+      const auto found = std::find_if(commands.begin(), commands.end(),
+                                      [&](const CLI::App* command) { return command->get_name() == argv[i]; });
+      if (found == commands.end()) {
+        std::string names;
+        for (const CLI::App* command : commands) names += (names.empty() ? "" : ", ") + command->get_name();
+        return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is none of the commands {}", argv[i], names));
+      }
+      at = *found;
+    }
+    return OkStatus();
+  }
 
   static std::string OneSentence(std::string message) {
     message = message.substr(0, message.find('\n'));
@@ -77,11 +97,12 @@ class Program {
     });
   }
 
-  bool SamplerGiven() const {
-    for (const char* name : {"temp", "top-k", "top-p", "min-p", "seed"}) {
-      if (parser_.IsSet(name)) return true;
-    }
-    return false;
+  SamplerGiven Given() const {
+    return {.temp = parser_.IsSet("temp"),
+            .top_k = parser_.IsSet("top-k"),
+            .top_p = parser_.IsSet("top-p"),
+            .min_p = parser_.IsSet("min-p"),
+            .seed = parser_.IsSet("seed")};
   }
 
   void AddRun() {
@@ -91,7 +112,7 @@ class Program {
                   {"model", "prompt",     "file",    "max-tokens", "temp",   "top-k", "top-p",         "min-p",
                    "seed",  "raw",        "ctx",     "threads",    "codec",  "sinks", "recent-blocks", "ram-budget",
                    "store", "durability", "session", "json",       "report", "quiet"});
-    OnChosen(command, [this](const Options& options) { return RunCommand(options, SamplerGiven()); });
+    OnChosen(command, [this](const Options& options) { return RunCommand(options, Given()); });
   }
 
   void AddChat() {
@@ -100,7 +121,7 @@ class Program {
     parser_.Offer(command,
                   {"model", "session", "max-tokens", "temp", "top-k", "top-p", "min-p", "seed", "raw", "ctx", "threads",
                    "codec", "sinks", "recent-blocks", "ram-budget", "store", "durability", "quiet"});
-    OnChosen(command, [this](const Options& options) { return ChatCommand(options, SamplerGiven()); });
+    OnChosen(command, [this](const Options& options) { return ChatCommand(options, Given()); });
   }
 
   void AddSessions() {
@@ -195,7 +216,7 @@ class Program {
     CLI::App* bash = Command(group, "bash", "prints the script for bash", "source <(kvcell completion bash)");
     bash->callback([this] {
       chosen_ = [this] {
-        fmt::print("{}", BashCompletion(app_));
+        Print(stdout, "{}", BashCompletion(app_));
         return 0;
       };
     });
@@ -215,7 +236,8 @@ class Program {
 int RunProgram(int argc, const char* const* argv) {
   // Layers below throw nothing; what is caught here comes from a library, such as memory that ran out.
   try {
-    return Program().Run(argc, argv);
+    PrepareStandardStreams();
+    return FinishOutput(Program().Run(argc, argv));
   } catch (const std::exception& error) {
     return Failed(Status(StatusCode::kInternal, fmt::format("unexpected: {}; please report it", error.what())));
   }

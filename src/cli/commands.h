@@ -10,8 +10,8 @@
 
 namespace kvcell::cli {
 
-int RunCommand(const Options& options, bool sampler_given);
-int ChatCommand(const Options& options, bool sampler_given);
+int RunCommand(const Options& options, SamplerGiven sampler_given);
+int ChatCommand(const Options& options, SamplerGiven sampler_given);
 
 int SessionsListCommand(const Options& options);
 int SessionsShowCommand(const Options& options, const std::string& name);

@@ -21,11 +21,11 @@ namespace kvcell::cli {
 struct ConversationSettings {
   std::string session;  // "": nothing is kept
   SamplerOptions sampler;
-  bool sampler_given = false;  // false: a session goes on with the sampler it was stored with
+  SamplerGiven sampler_given;  // a session goes on with what it was stored with for the others
   bool raw = false;            // prompts are fed as they are
 };
 
-ConversationSettings SettingsFrom(const Options& options, bool sampler_given);
+ConversationSettings SettingsFrom(const Options& options, SamplerGiven sampler_given);
 
 // What happens while an answer is made. All optional.
 struct AnswerHooks {
@@ -63,6 +63,8 @@ class Conversation {
   // True when there is something to go on from.
   bool empty() const { return Length() == 0 && pending_.empty(); }
   int64_t Length() const { return engine_->cache->Length(sequence_); }
+  // With what is queued to be fed.
+  int64_t TotalLength() const { return Length() + static_cast<int64_t>(pending_.size()); }
   SequenceId sequence() const { return sequence_; }
   const SamplerOptions& sampler() const { return sampler_.options(); }
 
@@ -79,10 +81,11 @@ class Conversation {
   Conversation(Engine* engine, const ConversationSettings& settings)
       : engine_(engine), session_(settings.session), sampler_(settings.sampler), raw_(settings.raw) {}
 
-  Status Resume(OpenedSession opened, bool sampler_given);
-  void ReadExtras(const std::string& extras, bool sampler_given);
+  Status Resume(OpenedSession opened, SamplerGiven sampler_given);
+  void ReadExtras(const std::string& extras, SamplerGiven sampler_given);
   std::string WriteExtras() const;
   Result<std::vector<Token>> TurnTokens(const std::string& text) const;
+  Result<std::string> TurnText(const std::string& text) const;
   Status Feed(const AnswerHooks& hooks, bool* stopped);
   Status Step(std::span<const Token> tokens, bool want_logits);
 

@@ -33,12 +33,21 @@ Status CheckBudget(const EnginePlan& plan) {
 
 }  // namespace
 
-Result<uint64_t> BudgetFloor(CacheOptions cache, const MemoryPlan& without_store, int64_t context,
-                             int32_t n_sequences) {
+Result<uint64_t> BudgetFloor(CacheOptions cache, int64_t context, int32_t n_sequences) {
+  // How much the whole context takes depends on the budget itself, which decides on the size of chunks.
+  cache.ram_budget = 1;
+  cache.store.clear();
+  uint64_t whole = 0;
+  for (int round = 0; round < 4 && whole != cache.ram_budget; ++round) {
+    if (whole != 0) cache.ram_budget = whole;
+    const Result<MemoryPlan> plan = PlanMemory(cache, context, n_sequences);
+    if (!plan) return Fail(plan.error());
+    whole = std::max(whole, WholeContext(*plan));
+  }
   cache.store = "any";  // cells come back from it through a little memory of its own
   const Result<MemoryPlan> with_store = PlanMemory(cache, context, n_sequences);
   if (!with_store) return Fail(with_store.error());
-  return std::min(WholeContext(without_store), with_store->minimum);
+  return std::min(whole, with_store->minimum);
 }
 
 Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
@@ -59,6 +68,7 @@ Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
   }
   if (!options.session.empty()) {
     if (const Status status = CheckSessionName(options.session); !status.ok()) return Refuse(status, "--session");
+    KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
     plan.cache.store = options.store;
   }
   Result<MemoryPlan> memory = PlanMemory(plan.cache, plan.context, 1);
@@ -66,10 +76,13 @@ Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
   if (!plan.cache.store.empty()) {
     plan.budget_floor = memory->minimum;
   } else {
-    const Result<uint64_t> floor = BudgetFloor(plan.cache, *memory, plan.context, 1);
+    const Result<uint64_t> floor = BudgetFloor(plan.cache, plan.context, 1);
     if (!floor) return Fail(floor.error());
     plan.budget_floor = *floor;
-    if (options.ram_budget > 0 && options.ram_budget < WholeContext(*memory)) plan.cache.store = options.store;
+    if (options.ram_budget > 0 && options.ram_budget < WholeContext(*memory)) {
+      KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
+      plan.cache.store = options.store;
+    }
   }
   plan.memory = *memory;
   KVCELL_FAIL_IF_ERROR(CheckBudget(plan));

@@ -34,7 +34,7 @@ struct EnginePlan {
 // cells to.
 Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts);
 
-// The smallest budget for `n_sequences` of `context` tokens, given the plan without a store.
-Result<uint64_t> BudgetFloor(CacheOptions cache, const MemoryPlan& without_store, int64_t context, int32_t n_sequences);
+// The smallest budget for `n_sequences` of `context` tokens, with a store at hand.
+Result<uint64_t> BudgetFloor(CacheOptions cache, int64_t context, int32_t n_sequences);
 
 }  // namespace kvcell::cli

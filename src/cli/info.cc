@@ -113,7 +113,7 @@ void PrintCodecs(const std::vector<CodecRow>& rows) {
   }
   table.Print(stdout);
   if (IsTerminal(stdout)) {
-    fmt::print("\nOr K and V apart: k=int4:g64:lloyd:rot:off,v=int8:g64; bits count every byte of a sealed cell.\n");
+    Print(stdout, "\nOr K and V apart: k=int4:g64:lloyd:rot:off,v=int8:g64; bits count every byte of a sealed cell.\n");
   }
 }
 

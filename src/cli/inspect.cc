@@ -133,6 +133,7 @@ StoredCell OpenCell(const LayerCells& layer, CellInfo info) {
 }
 
 Result<StoredSession> ReadSession(const Options& options) {
+  KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
   const Result<std::unique_ptr<Store>> store = Store::Open(options.store, {.create = false, .read_only = true});
   if (!store) return Fail(store.error());
   Result<SessionRecord> record = (*store)->Load(options.session);
@@ -218,8 +219,8 @@ void PrintCells(const StoredSession& session) {
   const auto sums = SumByState(session.cells);
   for (size_t state = 0; state < sums.size(); ++state) {
     if (sums[state].cells == 0) continue;
-    fmt::print(stderr, "{}: {} cells, {}\n", CellStateName(static_cast<CellState>(state)),
-               FormatCount(sums[state].cells), FormatSize(sums[state].bytes));
+    Print(stderr, "{}: {} cells, {}\n", CellStateName(static_cast<CellState>(state)), FormatCount(sums[state].cells),
+          FormatSize(sums[state].bytes));
   }
 }
 

@@ -47,9 +47,9 @@ void PrintQuality(const QualityResult& result, bool peer) {
   }
   table.Print(stdout);
   if (!IsTerminal(stdout)) return;
-  fmt::print("\n{} windows of {} tokens, {} positions scored (second halves). KLD against the same engine's f16.\n",
-             result.windows, result.context, result.positions);
-  if (peer) fmt::print("Floor: our f16 and libllama's differ by {:.6f}.\n", result.floor_kld);
+  Print(stdout, "\n{} windows of {} tokens, {} positions scored (second halves). KLD against the same engine's f16.\n",
+        result.windows, result.context, result.positions);
+  if (peer) Print(stdout, "Floor: our f16 and libllama's differ by {:.6f}.\n", result.floor_kld);
 }
 
 }  // namespace

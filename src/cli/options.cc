@@ -59,7 +59,10 @@ std::vector<std::string> SplitList(const std::string& text) {
   while (from <= text.size()) {
     const size_t comma = std::min(text.find(',', from), text.size());
     std::string part = text.substr(from, comma - from);
-    if (part.rfind("v=", 0) == 0 && !parts.empty() && parts.back().rfind("k=", 0) == 0) {
+    const bool other_side = !parts.empty() && parts.back().find(',') == std::string::npos &&
+                            ((part.rfind("v=", 0) == 0 && parts.back().rfind("k=", 0) == 0) ||
+                             (part.rfind("k=", 0) == 0 && parts.back().rfind("v=", 0) == 0));
+    if (other_side) {
       parts.back() += "," + part;
     } else {
       parts.push_back(std::move(part));
@@ -119,7 +122,8 @@ const std::vector<OptionSpec>& Table() {
       {.name = "file",
        .flags = "-f,--file",
        .type = "FILE",
-       .help = "reads the prompt from a file, - for standard input; with -p too, the file's text comes first",
+       .help = "reads the text from a file, - for standard input; a prompt given with -p comes after it",
+
        .setting = false,
        .set =
            [](const std::string& t, Options* o) {
@@ -178,7 +182,7 @@ const std::vector<OptionSpec>& Table() {
        .type = "N",
        .shown_default = "all processors",
        .help = "threads that compute; more than the machine has slows it down",
-       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1024, &o->threads); }},
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 512, &o->threads); }},
       {.name = "codec",
        .flags = "--codec",
        .type = "SPEC",
@@ -210,6 +214,10 @@ const std::vector<OptionSpec>& Table() {
            [](const std::string& t, Options* o) {
              const Result<uint64_t> size = ParseSize(t);
              if (!size) return size.error();
+             if (*size == 0) {
+               return Status(StatusCode::kInvalidArgument,
+                             "a budget of 0 bytes holds nothing; leave it out for as much as the context takes");
+             }
              o->ram_budget = *size;
              return OkStatus();
            }},
@@ -217,7 +225,8 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--store",
        .type = "DIR",
        .shown_default = "$XDG_DATA_HOME/kvcell",
-       .help = "directory of sessions and cells; made when missing, readable by its owner only",
+       .help = "directory of sessions and cells, readable by its owner only; `run`, `chat` and `import` make it",
+
        .set = [](const std::string& t, Options* o) { return SetText(t, "the store's directory", &o->store); }},
       {.name = "durability",
        .flags = "--durability",
@@ -228,7 +237,8 @@ const std::vector<OptionSpec>& Table() {
       {.name = "session",
        .flags = "--session",
        .type = "NAME",
-       .help = "name of the conversation in the store: gone on with when it is there, saved at the end",
+       .help = "name of the conversation in the store; `run` and `chat` go on with it when it is there and save it",
+
        .set = [](const std::string& t, Options* o) { return SetText(t, "a session's name", &o->session); }},
       {.name = "json",
        .flags = "--json",
@@ -248,7 +258,7 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--context",
        .type = "N...",
        .shown_default = "2048 8192 32768",
-       .help = "tokens per sequence to plan for",
+       .help = "tokens per sequence",
        .many = true,
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetIntegers(t, kMaxContext, &o->contexts); }},
@@ -264,9 +274,10 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--codec",
        .type = "SPEC...",
        .shown_default = "f16 i8 i4",
-       .help = "codecs to plan for (`kvcell info --codecs`)",
+       .help = "codecs to compare (`kvcell info --codecs`)",
        .many = true,
        .setting = false,
+       .setting_name = "codec",
        .set = [](const std::string& t, Options* o) { return SetCodecs(t, &o->codecs); }},
       {.name = "layers",
        .flags = "--layers",
@@ -367,7 +378,7 @@ std::string HelpText(const OptionSpec& spec) {
 std::string HomePath(const char* xdg, const char* below_home) {
   if (const char* path = std::getenv(xdg); path != nullptr && path[0] == '/') return path;
   const char* home = std::getenv("HOME");
-  return (home != nullptr && home[0] != '\0' ? std::string(home) : std::string("/tmp")) + below_home;
+  return home != nullptr && home[0] != '\0' ? std::string(home) + below_home : std::string();
 }
 
 struct FileSettings {
@@ -382,7 +393,9 @@ Result<FileSettings> LoadConfig(const std::string& from_command_line) {
     if (const char* path = std::getenv("KVCELL_CONFIG"); path != nullptr) settings.path = path;
   }
   if (settings.path.empty()) {
-    settings.path = HomePath("XDG_CONFIG_HOME", "/.config") + "/kvcell/config.yaml";
+    const std::string home = HomePath("XDG_CONFIG_HOME", "/.config");
+    if (home.empty()) return settings;
+    settings.path = home + "/kvcell/config.yaml";
     std::error_code error;
     if (!std::filesystem::exists(settings.path, error)) return settings;  // nobody asked for it
   }
@@ -410,7 +423,15 @@ std::string EnvironmentName(std::string_view option) {
   return name;
 }
 
-std::string DefaultStore() { return HomePath("XDG_DATA_HOME", "/.local/share") + "/kvcell"; }
+std::string DefaultStore() {
+  const std::string home = HomePath("XDG_DATA_HOME", "/.local/share");
+  return home.empty() ? home : home + "/kvcell";
+}
+
+Status CheckStoreKnown(const Options& options) {
+  if (!options.store.empty()) return OkStatus();
+  return Status(StatusCode::kInvalidArgument, "HOME is not set, so there is no place for a store; give --store DIR");
+}
 
 void OptionParser::OfferOne(CLI::App* command, const OptionSpec& spec) {
   auto offered = std::make_unique<Offered>();
@@ -425,6 +446,7 @@ void OptionParser::OfferOne(CLI::App* command, const OptionSpec& spec) {
     offered->option = command->add_option(flags, offered->values, help);
     offered->option->type_name(std::string(spec.type));
     offered->option->expected(1, spec.many ? CLI::detail::expected_max_vector_size : 1);
+    offered->option->allow_extra_args(spec.many);
     if (!spec.many) offered->option->multi_option_policy(CLI::MultiOptionPolicy::Throw);
   }
   offered_.push_back(std::move(offered));
@@ -457,8 +479,10 @@ Result<Options> OptionParser::Resolve(const CLI::App* command) {
   origins_.clear();
   std::string config;
   for (const auto& offered : offered_) {
-    if (offered->command == command && offered->spec == nullptr && !offered->values.empty())
+    if (offered->command == command && offered->spec == nullptr && !offered->values.empty()) {
       config = offered->values.back();
+      if (config.empty()) return Fail(StatusCode::kInvalidArgument, "--config: the file's name can't be empty");
+    }
   }
   const Result<FileSettings> file = LoadConfig(config);
   if (!file) return Fail(file.error());
@@ -469,10 +493,11 @@ Result<Options> OptionParser::Resolve(const CLI::App* command) {
     const OptionSpec& spec = *offered->spec;
     OptionOrigin origin{.name = std::string(spec.name), .value = std::string(spec.shown_default), .source = "default"};
     bool set = true;
-    const std::string variable = EnvironmentName(spec.name);
+    const std::string_view known_as = spec.setting_name.empty() ? spec.name : spec.setting_name;
+    const std::string variable = EnvironmentName(known_as);
     const char* environment = std::getenv(variable.c_str());
     const auto entry = std::find_if(file->entries.begin(), file->entries.end(),
-                                    [&](const ConfigEntry& candidate) { return candidate.name == spec.name; });
+                                    [&](const ConfigEntry& candidate) { return candidate.name == known_as; });
     std::string blame;
     if (offered->option->count() > 0) {
       origin.value = offered->flag ? "true" : Join(offered->values);

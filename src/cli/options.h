@@ -42,7 +42,7 @@ struct Options {
   int32_t sinks = 4;
   int32_t recent_blocks = 0;
   uint64_t ram_budget = 0;
-  std::string store;  // never empty once resolved
+  std::string store;  // "" where neither an option nor the home directory tells
   uint8_t durability = 1;
   std::string session;
   bool json = false;
@@ -63,6 +63,11 @@ struct Options {
   std::string state;
 };
 
+// Which of the sampler's options somebody set: a session goes on with what it was stored with for the others.
+struct SamplerGiven {
+  bool temp = false, top_k = false, top_p = false, min_p = false, seed = false;
+};
+
 struct OptionSpec {
   std::string_view name;       // "ram-budget"
   std::string_view flags;      // "--ram-budget", "-n,--max-tokens"
@@ -71,6 +76,8 @@ struct OptionSpec {
   std::string_view help;  // what it is, its unit, and what raising or lowering it costs
   bool many = false;      // takes several values
   bool setting = true;    // worth a place in a configuration file; `config show` prints it
+  // What the environment and configuration files call it, where that is another option's name.
+  std::string_view setting_name = {};
   Status (*set)(const std::string& text, Options* options) = nullptr;
 };
 
@@ -117,8 +124,10 @@ class OptionParser {
 // The options as cache options, geometry and identity left empty.
 Result<CacheOptions> ToCacheOptions(const Options& options);
 
-// Where sessions live without --store: $XDG_DATA_HOME/kvcell, else ~/.local/share/kvcell.
+// Where sessions live without --store: $XDG_DATA_HOME/kvcell, else ~/.local/share/kvcell; "" where neither is known.
 std::string DefaultStore();
+// kInvalidArgument where there is no store to use.
+Status CheckStoreKnown(const Options& options);
 
 // The name of an option's environment variable.
 std::string EnvironmentName(std::string_view option);

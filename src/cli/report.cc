@@ -92,7 +92,8 @@ AnswerHooks TerminalHooks(Progress* progress, bool prints) {
       std::fflush(stdout);
     };
   }
-  hooks.should_stop = [] { return InterruptSignal() != 0; };
+  // Nobody reads on: as good as a Ctrl-C.
+  hooks.should_stop = [] { return InterruptSignal() != 0 || OutputFailed(); };
   return hooks;
 }
 

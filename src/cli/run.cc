@@ -44,7 +44,7 @@ void TellEnd(const Options& options, const Conversation& conversation, const Ans
 
 }  // namespace
 
-int RunCommand(const Options& options, bool sampler_given) {
+int RunCommand(const Options& options, SamplerGiven sampler_given) {
   const bool has_prompt = options.prompt.has_value() || options.file.has_value();
   if (!has_prompt && options.session.empty()) {
     return Failed(
@@ -52,6 +52,9 @@ int RunCommand(const Options& options, bool sampler_given) {
   }
   const Result<std::string> prompt = PromptText(options);
   if (!prompt) return Failed(prompt.error());
+  if (!options.report.empty()) {  // found out before an answer is made for nothing
+    if (const Status written = WriteJsonFile(options.report, Json::object()); !written.ok()) return Failed(written);
+  }
   Result<Engine> engine = OpenEngine(options);
   if (!engine) return Failed(engine.error());
 
@@ -73,7 +76,7 @@ int RunCommand(const Options& options, bool sampler_given) {
   const Result<Answer> answer = conversation.Generate(options.max_tokens, TerminalHooks(&progress, !options.json));
   progress.Clear();
   if (!answer) return Failed(answer.error());
-  if (!options.json) fmt::print("\n");
+  if (!options.json) Print(stdout, "\n");
   std::fflush(stdout);
   if (const Status saved = conversation.Save(); !saved.ok()) return Failed(saved);
 
@@ -84,11 +87,11 @@ int RunCommand(const Options& options, bool sampler_given) {
   if (options.json) {
     PrintJson(report);
   } else if (!options.quiet) {
-    fmt::print(stderr, "\n");
+    Print(stderr, "\n");
     PrintAnswerTable(*engine, conversation, *answer);
   }
   TellEnd(options, conversation, *answer, engine->context);
-  return answer->end == AnswerEnd::kStopped ? 128 + InterruptSignal() : 0;
+  return answer->end == AnswerEnd::kStopped && InterruptSignal() != 0 ? 128 + InterruptSignal() : 0;
 }
 
 }  // namespace kvcell::cli

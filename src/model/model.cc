@@ -152,6 +152,8 @@ class GgufModel final : public Model {
   }
   std::string Piece(Token token) const override { return tokenizer_->Piece(token); }
   bool IsEndOfGeneration(Token token) const override { return tokenizer_->IsEndOfGeneration(token); }
+  bool SpellsControlTokens(std::string_view text) const override { return tokenizer_->SpellsControlTokens(text); }
+  size_t LongestPiece() const override { return tokenizer_->LongestPiece(); }
   Result<std::string> ApplyChatTemplate(std::span<const ChatMessage> messages, bool add_assistant) const override {
     return tokenizer_->ApplyChatTemplate(messages, add_assistant);
   }

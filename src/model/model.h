@@ -70,6 +70,10 @@ class Model {
   // The token's text, possibly part of a UTF-8 character.
   virtual std::string Piece(Token token) const = 0;
   virtual bool IsEndOfGeneration(Token token) const = 0;
+  // True when tokenizing `text` with `parse` would find a control token (such as an end of turn) spelled in it.
+  virtual bool SpellsControlTokens(std::string_view text) const = 0;
+  // Bytes of the longest text that one token can stand for: a text has at least size / LongestPiece() tokens.
+  virtual size_t LongestPiece() const = 0;
   // The model's own chat template; kUnsupported where the file has none or libllama does not know it.
   virtual Result<std::string> ApplyChatTemplate(std::span<const ChatMessage> messages, bool add_assistant) const = 0;
 

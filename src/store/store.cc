@@ -25,7 +25,7 @@ Status ReadOnly(const std::string& path) {
 
 Status NoSession(const std::string& path, const std::string& name) {
   return Status(StatusCode::kNotFound,
-                fmt::format("store {} has no session '{}': `kvcell sessions list` shows them", path, name));
+                fmt::format("store {} has no session '{}': `kvcell sessions ls` shows them", path, name));
 }
 
 // Waits while another process opens the store; whoever holds this founds or tidies it.
