@@ -49,6 +49,19 @@ void Grow(std::vector<T>* v, size_t n) {
   if (v->size() < n) v->resize(n);
 }
 
+// The most that the largest |q| of a group may become so that no half of it (KernelSet::sums16) adds up to more than
+// `limit` once each of its values has been rounded.
+float TopFor(const float* q, int n, int32_t limit) {
+  float halves[2] = {0.0f, 0.0f}, largest = 0.0f;
+  for (int i = 0; i < n; ++i) {
+    halves[i / 2 % 2] += std::fabs(q[i]);
+    largest = std::max(largest, std::fabs(q[i]));
+  }
+  const float room = static_cast<float>(limit) - 0.25f * static_cast<float>(n) - 1.0f;
+  const float most = std::max(halves[0], halves[1]);
+  return most * kTop8 > room * largest ? room * largest / most : static_cast<float>(kTop8);
+}
+
 // Rounds one group of q to integers of at most `top`; returns the factor that undoes it: NaN where a value is not
 // finite.
 template <typename Int>
@@ -68,6 +81,14 @@ float RoundGroup(const float* q, int n, float top, Int* out) {
   return largest / top;
 }
 
+// What the integer sum of a group of q starts from: see KernelSet::sums16.
+int32_t StartOf(const int8_t* q, int n, int32_t bias, bool sums16) {
+  int32_t halves[2] = {0, 0};
+  for (int i = 0; i < n; ++i) halves[i / 2 % 2] -= bias * q[i];
+  if (!sums16) return halves[0] + halves[1];
+  return static_cast<int32_t>((static_cast<uint32_t>(halves[0]) & 0xffff) | static_cast<uint32_t>(halves[1]) << 16);
+}
+
 // Writes each four bytes of x [n] `copies` times over.
 void Repeat(const int8_t* x, int n, int copies, int8_t* out) {
   for (int i = 0; i < n; i += 4) {
@@ -83,7 +104,7 @@ struct Scratch {
   alignas(64) int8_t w8[kMaxRows * kMaxGroups * kWeightStride];
   alignas(64) int16_t w16[kMaxRows * kMaxGroups * kBlockTokens];
   float w_scale[kMaxRows * kMaxGroups];
-  int32_t w_start[kMaxRows * kMaxGroups];
+  alignas(32) int32_t w_start[kMaxRows * kMaxGroups * 8];
   float bias[kMaxRows];
 };
 
@@ -103,7 +124,7 @@ Levels attention_internal::MakeLevels(SideSpec::Levels levels) {
   Levels out;
   out.bias = -*lowest;
   for (size_t i = 0; i < table.size(); ++i) out.biased[i] = static_cast<uint8_t>(table[i] + out.bias);
-  out.top = std::min(127, 32767 / (8 * (*highest + out.bias)));
+  out.half_limit = 32767 / std::max<int32_t>(*highest, -*lowest);
   return out;
 }
 
@@ -115,16 +136,17 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
   const Code code = CodeOf(k);
   const auto n_rows = static_cast<size_t>(rows.n_rows);
   stride_ = Pad16(head.dk);
-  scale_stride_ = k.n_groups;
+  const auto copies = static_cast<size_t>(kernels_->copies);
+  scale_stride_ = k.n_groups * kernels_->copies;
   const auto stride = static_cast<size_t>(stride_);
   Grow(&exact_, n_rows * stride);
   if (code != kCodeF16) {
     Grow(&coded_, n_rows * stride);
     Grow(&scale_, n_rows * static_cast<size_t>(scale_stride_));
-    Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
+    if (code == kCodeInt4) Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
   }
   if (code == kCodeInt8) Grow(&int16_, n_rows * stride);
-  if (code == kCodeInt4) Grow(&int8_, n_rows * stride * static_cast<size_t>(kernels_->copies));
+  if (code == kCodeInt4) Grow(&int8_, n_rows * stride * copies);
 
   const Levels levels = MakeLevels(k.spec.levels);
   int8_t rounded[kMaxHeadDim];
@@ -146,17 +168,17 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
     for (int g = 0; g < k.n_groups; ++g) {
       const int begin = g * k.spec.group;
       const int n = std::min<int>(k.spec.group, stride_ - begin);
-      const size_t at = r * static_cast<size_t>(scale_stride_) + static_cast<size_t>(g);
+      const size_t at = r * static_cast<size_t>(scale_stride_) + static_cast<size_t>(g) * copies;
+      float scale;
       if (code == kCodeInt8) {
-        scale_[at] = RoundGroup(coded + begin, n, 32767.0f, int16_.data() + r * stride + begin);
+        scale = RoundGroup(coded + begin, n, 32767.0f, int16_.data() + r * stride + begin);
       } else {
-        scale_[at] = RoundGroup(coded + begin, n, static_cast<float>(levels.top), rounded);
-        int32_t sum = 0;
-        for (int i = 0; i < n; ++i) sum += rounded[i];
-        start_[at] = -levels.bias * sum;
-        const auto copies = static_cast<size_t>(kernels_->copies);
+        // The limit of 16-bit sums on every instruction set, so that all of them multiply with the same integers.
+        scale = RoundGroup(coded + begin, n, TopFor(coded + begin, n, levels.half_limit), rounded);
+        std::fill_n(start_.data() + at, copies, StartOf(rounded, n, levels.bias, kernels_->sums16));
         Repeat(rounded, n, kernels_->copies, int8_.data() + (r * stride + static_cast<size_t>(begin)) * copies);
       }
+      std::fill_n(scale_.data() + at, copies, scale);
     }
   }
 }

@@ -73,8 +73,8 @@ class PreparedQueries {
   std::vector<float> coded_;    // [n_rows][stride] rotated, score scale folded in: for offsets and f16 codes
   std::vector<int16_t> int16_;  // [n_rows][stride] rounded per group: for int8 codes
   std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int4 codes
-  std::vector<float> scale_;    // [n_rows][n_groups] of the rounded forms
-  std::vector<int32_t> start_;  // [n_rows][n_groups] what a group's integer sum starts from (level bias taken off)
+  std::vector<float> scale_;    // [n_rows][n_groups][copies] of the rounded forms
+  std::vector<int32_t> start_;  // the same: what a group's integer sum starts from (level bias taken off)
 };
 
 // Running softmax state of n_rows rows: maximum score, sum of weights, weighted values (rotated and plain kept apart,

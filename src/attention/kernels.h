@@ -37,8 +37,8 @@ struct ScoreArgs {
   const uint8_t* levels = nullptr;   // int4: [16], biased
   const void* q = nullptr;           // [rows][q_stride]: f16: float; int8: int16; int4: int8 as KernelSet::copies says
   int q_stride = 0;                  // in elements, copies included
-  const float* q_scale = nullptr;    // [rows][scale_stride]
-  const int32_t* q_start = nullptr;  // [rows][scale_stride] int4: -bias * sum of the group's q
+  const float* q_scale = nullptr;    // [rows][scale_stride]: [n_groups][copies]
+  const int32_t* q_start = nullptr;  // the same: int4: what a group's sum starts from, as Starts says
   int scale_stride = 0;
   const float* bias = nullptr;  // [rows]
   float* scores = nullptr;      // [rows][64]
@@ -56,7 +56,7 @@ struct ValueArgs {
   const void* w = nullptr;           // f16: float [rows][64]; int8: int16 [rows][n_groups][64]; int4: int8
                                      // [rows][n_groups][64 * copies]
   const float* w_scale = nullptr;    // [rows][n_groups]
-  const int32_t* w_start = nullptr;  // [rows][n_groups] int4: -bias * sum of the group's w
+  const int32_t* w_start = nullptr;  // [rows][n_groups][copies] int4: what a group's sum starts from, as Starts says
   float* acc = nullptr;              // [rows][acc_stride]
   int acc_stride = 0;
 };
@@ -75,8 +75,9 @@ struct AdjustArgs {
 struct Levels {
   std::array<uint8_t, kLevelCount> biased{};  // level + bias, the smallest being 0
   int32_t bias = 0;
-  int32_t top = 0;  // largest |q| or w: eight products of the largest level with it fit into 16 bits
+  int32_t half_limit = 0;  // sums16: most that |q| or w of one half of a group may add up to, rounding included
 };
+inline constexpr int kTop8 = 127;  // largest |q| or w in 8 bits
 Levels MakeLevels(SideSpec::Levels levels);
 
 struct KernelSet {
@@ -85,6 +86,10 @@ struct KernelSet {
   // How often each group of four int8 values of q and of the weights is repeated, so that a kernel without cheap
   // broadcasts reads a whole register.
   int copies;
+  // True where a group's products are added in 16 bits: the two 16-bit halves of a lane take the first and the last two
+  // of each four values, and neither may pass 32767 once the bias is off (Levels::half_limit; what is on the way may
+  // wrap). A start is then the pair -bias * (sum of the half's q or w), modulo 2^16, in place of the 32-bit sum of both.
+  bool sums16;
   // f16 [n_groups][64 / rows_per_scale] to [n_groups][64], zero outside [begin, end).
   void (*expand_scales)(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out);
   void (*adjust)(const AdjustArgs&);
@@ -102,8 +107,8 @@ struct KernelSet {
   // Scores [rows][64] to weights 2^(score - max), `max` [rows] being raised to the rows' largest scores first, and
   // `sum` [rows] the sums of the weights.
   PerRows<void(float* scores, float* max, float* sum)> softmax;
-  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is levels.top
-  // (32767 for int16). p: [rows][64].
+  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is kTop8 (less where
+  // sums16 asks for it; 32767 for int16). p: [rows][64].
   PerRows<void(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
                int32_t* w_start)>
       weights8;
@@ -127,6 +132,11 @@ const KernelSet& ScalarKernels();
 #if defined(__x86_64__)
 const KernelSet& Avx512Kernels();  // with VNNI
 const KernelSet& Avx2Kernels();
+#endif
+// clang before 16 knows the dot product intrinsics only where the whole file is compiled for them.
+#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD))
+#define KVCELL_NEON
+const KernelSet& NeonKernels();  // with dot products
 #endif
 
 // Every instruction set compiled in, best first, whether this machine has it or not.

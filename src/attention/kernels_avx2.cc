@@ -150,33 +150,35 @@ KVCELL_INLINE void Decode4(const std::byte* p, __m256i table, __m256i* lo, __m25
 
 constexpr int kCopies = 8;  // of each four bytes of q or weights: 32 bytes, the multiplication's memory operand
 
-// acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk. Eight products
-// are added in 16 bits, which Levels::top makes room for. The two halves fetch every other line each, evenly spread in
-// time.
+// acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk, added in 16 bits,
+// which Levels::half_limit makes room for. The two halves fetch every other line each, evenly spread in time.
 template <int R, int kHalf>
 KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m256i table,
                            const int8_t* x, ptrdiff_t x_stride, __m256i acc[R]) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  for (int c = 0; c < n_chunks; c += 2) {
-    __m256i a, b, d, e;
-    Decode4(codes + c * 64, table, &a, &b);
-    Decode4(codes + c * 64 + 64, table, &d, &e);
-    Prefetch(prefetch + c * 64 + kHalf * 64);
+#pragma GCC unroll 8
+  for (int c = 0; c < n_chunks; ++c) {
+    __m256i lo, hi;
+    Decode4(codes + c * 64, table, &lo, &hi);
+    if (c % 2 == kHalf) Prefetch(prefetch + c * 64);
     const int8_t* xc = x + c * 8 * kCopies;
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r, xc += x_stride) {
-      const __m256i low = _mm256_add_epi16(_mm256_maddubs_epi16(a, Load(xc)), _mm256_maddubs_epi16(b, Load(xc + 32)));
-      const __m256i high =
-          _mm256_add_epi16(_mm256_maddubs_epi16(d, Load(xc + 64)), _mm256_maddubs_epi16(e, Load(xc + 96)));
-      acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(_mm256_add_epi16(low, high), ones));
+    for (int r = 0; r < R; ++r) {
+      const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(lo, Load(xc + r * x_stride)),
+                                                _mm256_maddubs_epi16(hi, Load(xc + r * x_stride + 32)));
+      acc[r] = _mm256_add_epi16(acc[r], products);
     }
   }
 }
 
-template <int R, int kHalf>
+KVCELL_INLINE __m256 SumHalves(__m256i acc) {
+  return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)));
+}
+
+// kChunks: of a group, where it is known at compile time; else 0.
+template <int R, int kHalf, int kChunks>
 KVCELL_INLINE void ScoreInt4HalfTile(const ScoreArgs& a, int t, __m256i table) {
   const int n_chunks = a.dim_padded / 8;
-  const int group_chunks = a.group / 8;
+  const int group_chunks = kChunks != 0 ? kChunks : a.group / 8;
   const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks * 64;
   const std::byte* codes = a.codes + tile + kHalf * 32;
   const std::byte* prefetch = a.prefetch + tile;
@@ -186,29 +188,36 @@ KVCELL_INLINE void ScoreInt4HalfTile(const ScoreArgs& a, int t, __m256i table) {
   for (int r = 0; r < R; ++r) s[r] = _mm256_set1_ps(a.bias[r]);
   for (int g = 0; g < a.n_groups; ++g) {
     const int c = g * group_chunks;
-    const int n = n_chunks - c < group_chunks ? n_chunks - c : group_chunks;
+    const int n = kChunks != 0 ? kChunks : n_chunks - c < group_chunks ? n_chunks - c : group_chunks;
     __m256i acc[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.q_start[r * a.scale_stride + g]);
+    for (int r = 0; r < R; ++r) acc[r] = Load(a.q_start + r * a.scale_stride + g * kCopies);
     DotInt4<R, kHalf>(codes + c * 64, prefetch + c * 64, n, table, q + c * 8 * kCopies, a.q_stride, acc);
     const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m256 row_scale = _mm256_mul_ps(scale, _mm256_set1_ps(a.q_scale[r * a.scale_stride + g]));
-      s[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), row_scale, s[r]);
+      const __m256 row_scale = _mm256_mul_ps(scale, _mm256_loadu_ps(a.q_scale + r * a.scale_stride + g * kCopies));
+      s[r] = _mm256_fmadd_ps(SumHalves(acc[r]), row_scale, s[r]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) _mm256_storeu_ps(a.scores + r * kBlockTokens + t, s[r]);
 }
 
-template <int R>
-void ScoreInt4(const ScoreArgs& a) {
+template <int R, int kChunks>
+KVCELL_INLINE void ScoreInt4Tiles(const ScoreArgs& a) {
   const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
   for (int t = 0; t < kBlockTokens; t += 16) {
-    ScoreInt4HalfTile<R, 0>(a, t, table);
-    ScoreInt4HalfTile<R, 1>(a, t + 8, table);
+    ScoreInt4HalfTile<R, 0, kChunks>(a, t, table);
+    ScoreInt4HalfTile<R, 1, kChunks>(a, t + 8, table);
   }
+}
+
+template <int R>
+void ScoreInt4(const ScoreArgs& a) {
+  if (a.group == 32 && a.dim_padded % 32 == 0) return ScoreInt4Tiles<R, 4>(a);
+  if (a.group == 64 && a.dim_padded % 64 == 0) return ScoreInt4Tiles<R, 8>(a);
+  ScoreInt4Tiles<R, 0>(a);
 }
 
 template <int R, int kHalf>
@@ -219,14 +228,14 @@ KVCELL_INLINE void ValueInt4HalfTile(const ValueArgs& a, int d, __m256i table) {
   const int8_t* w = static_cast<const int8_t*>(a.w) + g * kWeightStride;
   __m256i acc[R];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.w_start[r * a.n_groups + g]);
+  for (int r = 0; r < R; ++r) acc[r] = Load(a.w_start + (r * a.n_groups + g) * kCopies);
   DotInt4<R, kHalf>(a.codes + tile + kHalf * 32, a.prefetch + tile, kChunks, table, w,
                     static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-    const __m256 scale = _mm256_set1_ps(a.w_scale[r * a.n_groups + g]);
-    _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), scale, _mm256_loadu_ps(out)));
+    const __m256 scale = _mm256_broadcast_ss(a.w_scale + r * a.n_groups + g);
+    _mm256_storeu_ps(out, _mm256_fmadd_ps(SumHalves(acc[r]), scale, _mm256_loadu_ps(out)));
   }
 }
 
@@ -274,7 +283,7 @@ void ScoreInt8(const ScoreArgs& a) {
       const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m256 row_scale = _mm256_mul_ps(scale, _mm256_set1_ps(a.q_scale[r * a.scale_stride + g]));
+        const __m256 row_scale = _mm256_mul_ps(scale, _mm256_loadu_ps(a.q_scale + r * a.scale_stride + g * kCopies));
         s[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(SumPairs(acc0[r], acc1[r])), row_scale, s[r]);
       }
     }
@@ -444,11 +453,21 @@ void Softmax(float* scores, float* max, float* sum) {
   StoreRows<R>(sum, Reduce<R>(x, AddOp()));
 }
 
-// For each row the largest product p * v_scale of one group: what takes it to `top` (0 where it is too small to count)
-// goes to `inverse`, and its inverse to `w_scale` [rows][n_groups].
+// What takes the largest of each row's products to `top`, 0 where it is too small to count, goes to `inverse`; its
+// inverse to `w_scale` [rows][n_groups].
 template <int R>
-KVCELL_INLINE void WeightScales(const float* p, const float* v_scale, float top, int n_groups, float inverse[4],
-                                float* w_scale) {
+KVCELL_INLINE void StoreWeightScales(__m128 inverse, __m128 most, int n_groups, float* inverses, float* w_scale) {
+  const __m128 counts = _mm_cmpgt_ps(most, _mm_set1_ps(kMinWeight));
+  _mm_store_ps(inverses, _mm_and_ps(counts, inverse));
+  alignas(16) float scales[4];
+  _mm_store_ps(scales, _mm_and_ps(counts, _mm_div_ps(_mm_set1_ps(1.0f), inverse)));
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) w_scale[r * n_groups] = scales[r];
+}
+
+// For each row the largest product p * v_scale of one group.
+template <int R>
+KVCELL_INLINE __m128 LargestWeights(const float* p, const float* v_scale) {
   __m256 largest[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) largest[r] = _mm256_setzero_ps();
@@ -459,14 +478,34 @@ KVCELL_INLINE void WeightScales(const float* p, const float* v_scale, float top,
       largest[r] = _mm256_max_ps(largest[r], _mm256_mul_ps(scale, _mm256_loadu_ps(p + r * kBlockTokens + t)));
     }
   }
-  const __m128 most = Reduce<R>(largest, MaxOp());
-  const __m128 counts = _mm_cmpgt_ps(most, _mm_set1_ps(kMinWeight));
-  const __m128 tops = _mm_set1_ps(top);
-  _mm_store_ps(inverse, _mm_and_ps(counts, _mm_div_ps(tops, most)));
-  alignas(16) float scales[4];
-  _mm_store_ps(scales, _mm_and_ps(counts, _mm_div_ps(most, tops)));
+  return Reduce<R>(largest, MaxOp());
+}
+
+// The scales of weights of 8 bits: as large as these allow, unless a half of the group would add up to more than fits.
+template <int R>
+KVCELL_INLINE void WeightScales8(const float* p, const float* v_scale, int32_t half_limit, int n_groups,
+                                 float* inverses, float* w_scale) {
+  __m256 largest[R], sum[R];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) w_scale[r * n_groups] = scales[r];
+  for (int r = 0; r < R; ++r) largest[r] = sum[r] = _mm256_setzero_ps();
+  for (int t = 0; t < kBlockTokens; t += 8) {
+    const __m256 scale = _mm256_loadu_ps(v_scale + t);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256 product = _mm256_mul_ps(scale, _mm256_loadu_ps(p + r * kBlockTokens + t));
+      largest[r] = _mm256_max_ps(largest[r], product);
+      sum[r] = _mm256_add_ps(sum[r], product);
+    }
+  }
+  const __m128 most = Reduce<R>(largest, MaxOp());
+  const __m256 ab = _mm256_hadd_ps(sum[0], sum[R > 1 ? 1 : 0]), cd = _mm256_hadd_ps(sum[R > 2 ? 2 : 0], sum[R > 3 ? 3 : 0]);
+  const __m128 ab4 = _mm_add_ps(_mm256_castps256_ps128(ab), _mm256_extractf128_ps(ab, 1));
+  const __m128 cd4 = _mm_add_ps(_mm256_castps256_ps128(cd), _mm256_extractf128_ps(cd, 1));
+  const __m128 half = _mm_max_ps(_mm_shuffle_ps(ab4, cd4, 0x88), _mm_shuffle_ps(ab4, cd4, 0xDD));
+  // Rounding may add a half to each of the 32 weights of a half.
+  const __m128 room = _mm_set1_ps(static_cast<float>(half_limit - kBlockTokens / 4 - 1));
+  const __m128 inverse = _mm_min_ps(_mm_div_ps(_mm_set1_ps(kTop8), most), _mm_div_ps(room, half));
+  StoreWeightScales<R>(inverse, most, n_groups, inverses, w_scale);
 }
 
 // 16 rounded weights as int16, in the order 0-3, 8-11 | 4-7, 12-15 of packs.
@@ -477,21 +516,22 @@ KVCELL_INLINE __m256i RoundPair(const float* p, const float* v_scale, __m256 inv
                             _mm256_cvtps_epi32(_mm256_mul_ps(y, inverse)));
 }
 
-KVCELL_INLINE int32_t Sum(__m256i x) {
-  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4E));
-  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xB1)));
+// The two 16-bit sums over the lanes' low and high halves, in every lane.
+KVCELL_INLINE __m256i SumLanes16(__m256i x) {
+  x = _mm256_add_epi16(x, _mm256_permute4x64_epi64(x, 0x4E));
+  x = _mm256_add_epi16(x, _mm256_shuffle_epi32(x, 0x4E));
+  return _mm256_add_epi16(x, _mm256_shuffle_epi32(x, 0xB1));
 }
 
 template <int R>
 void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
               int32_t* w_start) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m256i ones8 = _mm256_set1_epi8(1), ones16 = _mm256_set1_epi16(1);
+  const __m256i ones8 = _mm256_set1_epi8(1), bias = _mm256_set1_epi16(static_cast<int16_t>(-levels.bias));
   alignas(32) int8_t packed[R][kBlockTokens];
   alignas(16) float inverse[4];
   for (int g = 0; g < n_groups; ++g, v_scale += kBlockTokens) {
-    WeightScales<R>(p, v_scale, static_cast<float>(levels.top), n_groups, inverse, w_scale + g);
+    WeightScales8<R>(p, v_scale, levels.half_limit, n_groups, inverse, w_scale + g);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m256 factor = _mm256_broadcast_ss(inverse + r);
@@ -504,7 +544,8 @@ void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& 
         sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(ones8, bytes));
         _mm256_store_si256(reinterpret_cast<__m256i*>(packed[r] + t), _mm256_permutevar8x32_epi32(bytes, order));
       }
-      w_start[r * n_groups + g] = -levels.bias * Sum(_mm256_madd_epi16(sum, ones16));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(w_start + (r * n_groups + g) * kCopies),
+                          _mm256_mullo_epi16(SumLanes16(sum), bias));
     }
     for (int r = 0; r < R; ++r) {
       int8_t* out = w + static_cast<ptrdiff_t>(r * n_groups + g) * kWeightStride;
@@ -520,7 +561,8 @@ template <int R>
 void Weights16(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale) {
   alignas(16) float inverse[4];
   for (int g = 0; g < n_groups; ++g, v_scale += kBlockTokens) {
-    WeightScales<R>(p, v_scale, 32767.0f, n_groups, inverse, w_scale + g);
+    const __m128 most = LargestWeights<R>(p, v_scale);
+    StoreWeightScales<R>(_mm_div_ps(_mm_set1_ps(32767.0f), most), most, n_groups, inverse, w_scale + g);
     for (int r = 0; r < R; ++r) {
       const __m256 factor = _mm256_broadcast_ss(inverse + r);
       int16_t* out = w + static_cast<ptrdiff_t>(r * n_groups + g) * kBlockTokens;
@@ -560,6 +602,7 @@ const KernelSet& Avx2Kernels() {
       .name = "avx2",
       .available = Avx2Available,
       .copies = kCopies,
+      .sums16 = true,
       .expand_scales = ExpandScales,
       .adjust = Adjust,
       .scale = Scale,

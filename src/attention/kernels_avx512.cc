@@ -387,7 +387,7 @@ void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& 
       __m512 x[4];
       const int at = r * n_groups + g;
       const __m512 inverse =
-          ScaledWeights(p + r * kBlockTokens, v_scale, static_cast<float>(levels.top), x, w_scale + at);
+          ScaledWeights(p + r * kBlockTokens, v_scale, static_cast<float>(kTop8), x, w_scale + at);
       __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
@@ -445,6 +445,7 @@ const KernelSet& Avx512Kernels() {
       .name = "avx512",
       .available = Avx512Available,
       .copies = 1,
+      .sums16 = false,
       .expand_scales = ExpandScales,
       .adjust = Adjust,
       .scale = Scale,

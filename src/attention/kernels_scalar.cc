@@ -207,7 +207,7 @@ void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& 
   for (int r = 0; r < R; ++r, p += kBlockTokens) {
     for (int g = 0; g < n_groups; ++g, w += kWeightStride) {
       const float* scale = v_scale + g * kBlockTokens;
-      const float inverse = InverseScale(p, scale, static_cast<float>(levels.top), w_scale++);
+      const float inverse = InverseScale(p, scale, static_cast<float>(kTop8), w_scale++);
       int32_t sum = 0;
       for (int t = 0; t < kBlockTokens; ++t) {
         w[t] = RoundWeight<int8_t>(p[t] * scale[t] * inverse);
@@ -242,6 +242,7 @@ const KernelSet& ScalarKernels() {
       .name = "scalar",
       .available = Available,
       .copies = 1,
+      .sums16 = false,
       .expand_scales = ExpandScales,
       .adjust = Adjust,
       .scale = Scale,

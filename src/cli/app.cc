@@ -33,6 +33,7 @@ class Program {
     AddInspect();
     AddStore();
     AddLab();
+    AddBench();
     AddInfo();
     AddConfig();
     AddCompletion();
@@ -193,6 +194,16 @@ class Program {
     parser_.Offer(quality, {"model", "file", "context", "windows", "codecs", "sinks", "recent-blocks", "peer",
                             "weights", "threads", "state", "json", "quiet"});
     OnChosen(quality, LabQualityCommand);
+  }
+
+  void AddBench() {
+    CLI::App* group = Group("bench", "measures speed beside peers, alternating in one run");
+    CLI::App* attention = Command(
+        group, "attention", "attention kernels beside ggml's flash attention and the machine's read bandwidth",
+        "kvcell bench attention --tokens 32768 --kv-heads 8 --group 4 --head-dim 128 --threads 2 --types i4");
+    parser_.Offer(attention, {"tokens", "queries", "kv-heads", "group", "head-dim", "threads", "types", "phase",
+                              "rounds", "json", "quiet"});
+    OnChosen(attention, BenchAttentionCommand);
   }
 
   void AddInfo() {

@@ -86,6 +86,16 @@ Status SetCodecs(const std::string& text, std::vector<std::string>* values) {
   return OkStatus();
 }
 
+Status SetTypes(const std::string& text, std::vector<std::string>* values) {
+  *values = SplitList(text);
+  for (const std::string& type : *values) {
+    if (type != "f16" && type != "i8" && type != "i4") {
+      return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is no type to measure; use f16, i8 or i4", type));
+    }
+  }
+  return OkStatus();
+}
+
 Status SetDurability(const std::string& text, uint8_t* value) {
   static constexpr std::array<std::string_view, 3> kLevels = {"none", "process", "power"};
   const auto found = std::find(kLevels.begin(), kLevels.end(), text);
@@ -338,6 +348,74 @@ const std::vector<OptionSpec>& Table() {
        .help = "keeps finished windows in a file, so that an interrupted measurement goes on from there",
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetText(t, "the state's path", &o->state); }},
+      {.name = "tokens",
+       .flags = "--tokens",
+       .type = "N...",
+       .shown_default = "the shapes of docs/kernels.md",
+       .help = "tokens before the queries, the open block's 32 not counted; with this or another size given, only these "
+               "shapes are measured",
+       .many = true,
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, 1 << 24, &o->tokens); }},
+      {.name = "queries",
+       .flags = "--queries",
+       .type = "N...",
+       .shown_default = "1",
+       .help = "queries at once: 1 is decode, more are prefill",
+       .many = true,
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, 4096, &o->queries); }},
+      {.name = "group",
+       .flags = "--group",
+       .type = "N",
+       .shown_default = "4",
+       .help = "query heads per KV head",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 128, &o->group); }},
+      {.name = "rounds",
+       .flags = "--rounds",
+       .type = "N",
+       .shown_default = "15, 3 for whole models",
+       .help = "alternations between the engines; more narrow the medians and take longer",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 10000, &o->rounds); }},
+      {.name = "types",
+       .flags = "--types",
+       .type = "TYPE...",
+       .shown_default = "f16 i8 i4",
+       .help = "our types to measure; the peer's f16, q8_0 and q4_0 go beside them",
+       .many = true,
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetTypes(t, &o->types); }},
+      {.name = "phase",
+       .flags = "--phase",
+       .type = "decode|prefill",
+       .shown_default = "both",
+       .help = "measures one phase alone",
+       .setting = false,
+       .set =
+           [](const std::string& t, Options* o) {
+             if (t != "decode" && t != "prefill") {
+               return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is neither decode nor prefill", t));
+             }
+             o->phase = t;
+             return OkStatus();
+           }},
+      {.name = "depth",
+       .flags = "--depth",
+       .type = "N...",
+       .shown_default = "0 8064",
+       .help = "tokens in the cache before what is measured",
+       .many = true,
+       .setting = false,
+       .set =
+           [](const std::string& t, Options* o) {
+             o->depths.clear();
+             for (const std::string& part : SplitList(t)) {
+               KVCELL_RETURN_IF_ERROR(SetInteger(part, 0, kMaxContext, &o->depths.emplace_back()));
+             }
+             return OkStatus();
+           }},
   };
   return table;
 }

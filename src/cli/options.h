@@ -61,6 +61,14 @@ struct Options {
   bool peer = false;
   bool weights_f32 = false;
   std::string state;
+  // bench
+  std::vector<int64_t> tokens;
+  std::vector<int64_t> queries;
+  std::vector<int64_t> depths;
+  int32_t group = 0;
+  int32_t rounds = 0;  // 0: the benchmark's own
+  std::vector<std::string> types;
+  std::string phase;
 };
 
 // Which of the sampler's options somebody set: a session goes on with what it was stored with for the others.
