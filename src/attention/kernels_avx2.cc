@@ -148,6 +148,15 @@ KVCELL_INLINE void Decode4(const std::byte* p, __m256i table, __m256i* lo, __m25
   *hi = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble));
 }
 
+// Tells the compiler that x may have changed, so that g++ does not regroup sums over many steps, which takes more
+// registers than there are.
+KVCELL_INLINE void Pin(__m256i* x) { asm("" : "+x"(*x)); }
+// The same for a pointer that fixed offsets follow, so that each of these is no address to be computed and kept.
+template <typename T>
+KVCELL_INLINE void Pin(const T** p) {
+  asm("" : "+r"(*p));
+}
+
 constexpr int kCopies = 8;  // of each four bytes of q or weights: 32 bytes, the multiplication's memory operand
 
 // acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk, added in 16 bits,
@@ -155,17 +164,26 @@ constexpr int kCopies = 8;  // of each four bytes of q or weights: 32 bytes, the
 template <int R, int kHalf>
 KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m256i table,
                            const int8_t* x, ptrdiff_t x_stride, __m256i acc[R]) {
+  const int8_t* rows[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) {
+    rows[r] = x + r * x_stride;
+    Pin(&rows[r]);
+  }
+  Pin(&codes);
+  Pin(&prefetch);
 #pragma GCC unroll 8
   for (int c = 0; c < n_chunks; ++c) {
     __m256i lo, hi;
     Decode4(codes + c * 64, table, &lo, &hi);
     if (c % 2 == kHalf) Prefetch(prefetch + c * 64);
-    const int8_t* xc = x + c * 8 * kCopies;
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(lo, Load(xc + r * x_stride)),
-                                                _mm256_maddubs_epi16(hi, Load(xc + r * x_stride + 32)));
+      const int8_t* xc = rows[r] + c * 8 * kCopies;
+      const __m256i products =
+          _mm256_add_epi16(_mm256_maddubs_epi16(lo, Load(xc)), _mm256_maddubs_epi16(hi, Load(xc + 32)));
       acc[r] = _mm256_add_epi16(acc[r], products);
+      Pin(&acc[r]);
     }
   }
 }
@@ -278,6 +296,8 @@ void ScoreInt8(const ScoreArgs& a) {
           const __m256i qc = Broadcast8(q + r * a.q_stride + c * 4);
           acc0[r] = _mm256_add_epi32(acc0[r], _mm256_madd_epi16(x0, qc));
           acc1[r] = _mm256_add_epi32(acc1[r], _mm256_madd_epi16(x1, qc));
+          Pin(&acc0[r]);
+          Pin(&acc1[r]);
         }
       }
       const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
@@ -314,6 +334,8 @@ void ValueInt8(const ValueArgs& a) {
         const __m256i wc = Broadcast8(wg + r * w_stride + c * 4);
         acc0[r] = _mm256_add_epi32(acc0[r], _mm256_madd_epi16(x0, wc));
         acc1[r] = _mm256_add_epi32(acc1[r], _mm256_madd_epi16(x1, wc));
+        Pin(&acc0[r]);
+        Pin(&acc1[r]);
       }
     }
 #pragma GCC unroll 4
