@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -49,50 +51,71 @@ void Grow(std::vector<T>* v, size_t n) {
   if (v->size() < n) v->resize(n);
 }
 
-// The most that the largest |q| of a group may become so that no half of it (KernelSet::sums16) adds up to more than
-// `limit` once each of its values has been rounded.
-float TopFor(const float* q, int n, int32_t limit) {
-  float halves[2] = {0.0f, 0.0f}, largest = 0.0f;
-  for (int i = 0; i < n; ++i) {
-    halves[i / 2 % 2] += std::fabs(q[i]);
-    largest = std::max(largest, std::fabs(q[i]));
-  }
-  const float room = static_cast<float>(limit) - 0.25f * static_cast<float>(n) - 1.0f;
-  const float most = std::max(halves[0], halves[1]);
-  return most * kTop8 > room * largest ? room * largest / most : static_cast<float>(kTop8);
-}
-
-// Rounds one group of q to integers of at most `top`; returns the factor that undoes it: NaN where a value is not
-// finite.
+// Rounds one group of q [n], a multiple of 4, to integers of at most `top`; returns the factor that undoes it: NaN where a
+// value is not finite. In plain loops over bits, which compilers turn into vector code: a step of few rows spends as much
+// here as on a whole cell.
 template <typename Int>
 float RoundGroup(const float* q, int n, float top, Int* out) {
-  float largest = 0.0f;
-  bool finite = true;
-  for (int i = 0; i < n; ++i) {
-    largest = std::max(largest, std::fabs(q[i]));
-    finite = finite && std::isfinite(q[i]);
-  }
-  std::fill_n(out, n, Int{0});
-  if (!finite) return std::numeric_limits<float>::quiet_NaN();
-  if (largest < std::numeric_limits<float>::min()) return 0.0f;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+  constexpr int32_t kInfinity = 0x7f800000;
+  int32_t bits = 0;  // of the largest magnitude: these compare as the values do, and what is not finite is larger
+  for (int i = 0; i < n; ++i) bits = std::max(bits, std::bit_cast<int32_t>(q[i]) & 0x7fffffff);
+  const float largest = std::bit_cast<float>(bits);
   const float inverse = top / largest;
-  if (!std::isfinite(inverse)) return 0.0f;
-  for (int i = 0; i < n; ++i) out[i] = static_cast<Int>(std::nearbyint(q[i] * inverse));
+  if (bits >= kInfinity || largest < std::numeric_limits<float>::min() || !std::isfinite(inverse)) {
+    std::fill_n(out, n, Int{0});
+    return bits >= kInfinity ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+  }
+  for (int i = 0; i < n; ++i) {
+    out[i] = static_cast<Int>(std::bit_cast<int32_t>(q[i] * inverse + kRound) - std::bit_cast<int32_t>(kRound));
+  }
   return largest / top;
+}
+
+// The larger of the sums of magnitudes of a group's two halves (KernelSet::sums16).
+int32_t LargerHalf(const int8_t* q, int n) {
+  int32_t halves[2] = {0, 0};
+  for (int i = 0; i < n; i += 4) {
+    halves[0] += std::abs(q[i]) + std::abs(q[i + 1]);
+    halves[1] += std::abs(q[i + 2]) + std::abs(q[i + 3]);
+  }
+  return std::max(halves[0], halves[1]);
+}
+
+// RoundGroup to 8 bits, so that no half of the group adds up to more than the levels' limit.
+float RoundGroup8(const float* q, int n, const Levels& levels, int8_t* out) {
+  const float scale = RoundGroup(q, n, static_cast<float>(kTop8), out);
+  const int32_t half = LargerHalf(out, n);
+  if (half <= levels.half_limit) return scale;
+  // Rounding may have taken a half of each of the n / 2 values off, and may add as much again.
+  const float slack = 0.25f * static_cast<float>(n);
+  const float room = static_cast<float>(levels.half_limit) - slack - 1.0f;
+  return RoundGroup(q, n, static_cast<float>(kTop8) * room / (static_cast<float>(half) + slack), out);
 }
 
 // What the integer sum of a group of q starts from: see KernelSet::sums16.
 int32_t StartOf(const int8_t* q, int n, int32_t bias, bool sums16) {
   int32_t halves[2] = {0, 0};
-  for (int i = 0; i < n; ++i) halves[i / 2 % 2] -= bias * q[i];
+  for (int i = 0; i < n; i += 4) {
+    halves[0] -= q[i] + q[i + 1];
+    halves[1] -= q[i + 2] + q[i + 3];
+  }
+  halves[0] *= bias;
+  halves[1] *= bias;
   if (!sums16) return halves[0] + halves[1];
   return static_cast<int32_t>((static_cast<uint32_t>(halves[0]) & 0xffff) | static_cast<uint32_t>(halves[1]) << 16);
 }
 
 // Writes each four bytes of x [n] `copies` times over.
 void Repeat(const int8_t* x, int n, int copies, int8_t* out) {
+  if (copies == 1) {
+    std::copy_n(x, n, out);
+    return;
+  }
   for (int i = 0; i < n; i += 4) {
-    for (int c = 0; c < copies; ++c, out += 4) std::memcpy(out, x + i, 4);
+    int32_t four;
+    std::memcpy(&four, x + i, sizeof(four));
+    for (int c = 0; c < copies; ++c, out += 4) std::memcpy(out, &four, sizeof(four));
   }
 }
 
@@ -174,7 +197,7 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
         scale = RoundGroup(coded + begin, n, 32767.0f, int16_.data() + r * stride + begin);
       } else {
         // The limit of 16-bit sums on every instruction set, so that all of them multiply with the same integers.
-        scale = RoundGroup(coded + begin, n, TopFor(coded + begin, n, levels.half_limit), rounded);
+        scale = RoundGroup8(coded + begin, n, levels, rounded);
         std::fill_n(start_.data() + at, copies, StartOf(rounded, n, levels.bias, kernels_->sums16));
         Repeat(rounded, n, kernels_->copies, int8_.data() + (r * stride + static_cast<size_t>(begin)) * copies);
       }

@@ -204,6 +204,10 @@ class Program {
     parser_.Offer(attention, {"tokens", "queries", "kv-heads", "group", "head-dim", "threads", "types", "phase",
                               "rounds", "json", "quiet"});
     OnChosen(attention, BenchAttentionCommand);
+    CLI::App* model = Command(group, "model", "a whole model's tokens per second beside libllama's, by depth and KV type",
+                              "kvcell bench model -m model.gguf --depth 0 8064 --types i4");
+    parser_.Offer(model, {"model", "depth", "types", "threads", "rounds", "json", "quiet"});
+    OnChosen(model, BenchModelCommand);
   }
 
   void AddInfo() {

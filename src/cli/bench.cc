@@ -10,6 +10,7 @@
 #include "cli/interrupt.h"
 #include "cli/output.h"
 #include "lab/bench_attention.h"
+#include "lab/bench_model.h"
 
 namespace kvcell::cli {
 namespace {
@@ -119,6 +120,57 @@ int BenchAttentionCommand(const Options& options) {
     PrintJson(AttentionJson(*result));
   } else {
     PrintAttention(*result);
+  }
+  return 0;
+}
+
+namespace {
+
+Json ModelJson(const ModelBenchResult& result) {
+  Json rows = Json::array();
+  for (const ModelBenchRow& row : result.rows) {
+    rows.push_back({{"engine", row.engine},
+                    {"kv_type", row.kv_type},
+                    {"depth", row.depth},
+                    {"phase", row.phase},
+                    {"tokens_per_s", row.tokens_per_s},
+                    {"x_libllama_f16", row.ratio},
+                    {"kld", row.kld}});
+  }
+  return {{"rows", rows}};
+}
+
+void PrintModel(const ModelBenchResult& result) {
+  Table table({"DEPTH", "PHASE", "ENGINE", "KV TYPE", "TOKENS/S", "X LIBLLAMA F16", "KLD"});
+  table.AlignRight({0, 4, 5, 6});
+  for (const ModelBenchRow& row : result.rows) {
+    table.Add({std::to_string(row.depth), row.phase, row.engine, row.kv_type, fmt::format("{:.1f}", row.tokens_per_s),
+               fmt::format("{:.2f}", row.ratio), fmt::format("{:.4f}", row.kld)});
+  }
+  table.Print(stdout);
+}
+
+}  // namespace
+
+int BenchModelCommand(const Options& options) {
+  if (options.model.empty()) return Failed(Status(StatusCode::kInvalidArgument, "bench model needs a model (-m)"));
+  if (const Status status = CheckForcedIsa(); !status.ok()) return Failed(status);
+  Progress progress("steps", !options.quiet && !options.json);
+  CatchInterrupts();
+  ModelBenchOptions bench{.model = options.model,
+                          .n_threads = options.threads,
+                          .on_progress = [&](int64_t done, int64_t total) { progress.Show(done, total); },
+                          .should_stop = [] { return InterruptSignal() != 0; }};
+  if (!options.depths.empty()) bench.depths = options.depths;
+  if (!options.types.empty()) bench.types = options.types;
+  if (options.rounds != 0) bench.rounds = options.rounds;
+  const auto result = BenchModel(bench);
+  progress.Clear();
+  if (!result) return Failed(result.error());
+  if (options.json) {
+    PrintJson(ModelJson(*result));
+  } else {
+    PrintModel(*result);
   }
   return 0;
 }

@@ -27,6 +27,7 @@ int ConfigShowCommand(const Options& options, std::span<const OptionOrigin> orig
 int LabQualityCommand(const Options& options);
 
 int BenchAttentionCommand(const Options& options);
+int BenchModelCommand(const Options& options);
 
 int StoreStatsCommand(const Options& options);
 int StoreVerifyCommand(const Options& options);

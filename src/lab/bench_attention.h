@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -19,6 +20,8 @@ struct AttentionBenchOptions {
   int32_t rounds = 15;                                   // alternations per shape; fewer where they take over 4 seconds
   std::function<void(int64_t done, int64_t total)> on_shape;
   std::function<bool()> should_stop;
+  // For tests: changes an output before it is compared.
+  std::function<void(const std::string& engine, const std::string& type, std::span<float> out)> tamper;
 };
 
 struct AttentionBenchRow {

@@ -100,6 +100,15 @@ class LlamaPeer final : public Peer {
     return OkStatus();
   }
 
+  Status Trim(int64_t length) override {
+    if (length >= length_) return OkStatus();
+    if (!llama_memory_seq_rm(llama_get_memory(context_), 0, static_cast<llama_pos>(length), -1)) {
+      return {StatusCode::kInternal, fmt::format("libllama could not cut its sequence to {} tokens", length)};
+    }
+    length_ = length;
+    return OkStatus();
+  }
+
   void Reset() override {
     llama_memory_clear(llama_get_memory(context_), true);
     length_ = 0;

@@ -39,6 +39,8 @@ class Peer {
   virtual int64_t length() const = 0;
   // Appends tokens. logits gets [n_vocab] of the last one, or [n_tokens, n_vocab] with all_logits; it may be null.
   virtual Status Decode(std::span<const Token> tokens, bool all_logits, std::vector<float>* logits) = 0;
+  // Cuts the sequence to its first `length` tokens; kInternal where libllama can't.
+  virtual Status Trim(int64_t length) = 0;
   // Back to an empty sequence.
   virtual void Reset() = 0;
 };
