@@ -51,9 +51,9 @@ void Grow(std::vector<T>* v, size_t n) {
   if (v->size() < n) v->resize(n);
 }
 
-// Rounds one group of q [n], a multiple of 4, to integers of at most `top`; returns the factor that undoes it: NaN where a
-// value is not finite. In plain loops over bits, which compilers turn into vector code: a step of few rows spends as much
-// here as on a whole cell.
+// Rounds one group of q [n], a multiple of 4, to integers of at most `top`; returns the factor that undoes it: NaN
+// where a value is not finite. In plain loops over bits, which compilers turn into vector code: a step of few rows
+// spends as much here as on a whole cell.
 template <typename Int>
 float RoundGroup(const float* q, int n, float top, Int* out) {
   constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits

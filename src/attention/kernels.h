@@ -88,7 +88,8 @@ struct KernelSet {
   int copies;
   // True where a group's products are added in 16 bits: the two 16-bit halves of a lane take the first and the last two
   // of each four values, and neither may pass 32767 once the bias is off (Levels::half_limit; what is on the way may
-  // wrap). A start is then the pair -bias * (sum of the half's q or w), modulo 2^16, in place of the 32-bit sum of both.
+  // wrap). A start is then the pair -bias * (sum of the half's q or w), modulo 2^16, in place of the 32-bit sum of
+  // both.
   bool sums16;
   // f16 [n_groups][64 / rows_per_scale] to [n_groups][64], zero outside [begin, end).
   void (*expand_scales)(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out);
@@ -107,8 +108,8 @@ struct KernelSet {
   // Scores [rows][64] to weights 2^(score - max), `max` [rows] being raised to the rows' largest scores first, and
   // `sum` [rows] the sums of the weights.
   PerRows<void(float* scores, float* max, float* sum)> softmax;
-  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is kTop8 (less where
-  // sums16 asks for it; 32767 for int16). p: [rows][64].
+  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is kTop8 (less
+  // where sums16 asks for it; 32767 for int16). p: [rows][64].
   PerRows<void(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
                int32_t* w_start)>
       weights8;

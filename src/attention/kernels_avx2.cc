@@ -159,8 +159,8 @@ KVCELL_INLINE void Pin(const T** p) {
 
 constexpr int kCopies = 8;  // of each four bytes of q or weights: 32 bytes, the multiplication's memory operand
 
-// acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk, added in 16 bits,
-// which Levels::half_limit makes room for. The two halves fetch every other line each, evenly spread in time.
+// acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk, added in 16
+// bits, which Levels::half_limit makes room for. The two halves fetch every other line each, evenly spread in time.
 template <int R, int kHalf>
 KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m256i table,
                            const int8_t* x, ptrdiff_t x_stride, __m256i acc[R]) {
@@ -188,9 +188,7 @@ KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, in
   }
 }
 
-KVCELL_INLINE __m256 SumHalves(__m256i acc) {
-  return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1)));
-}
+KVCELL_INLINE __m256 SumHalves(__m256i acc) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1))); }
 
 // kChunks: of a group, where it is known at compile time; else 0.
 template <int R, int kHalf, int kChunks>
@@ -520,7 +518,8 @@ KVCELL_INLINE void WeightScales8(const float* p, const float* v_scale, int32_t h
     }
   }
   const __m128 most = Reduce<R>(largest, MaxOp());
-  const __m256 ab = _mm256_hadd_ps(sum[0], sum[R > 1 ? 1 : 0]), cd = _mm256_hadd_ps(sum[R > 2 ? 2 : 0], sum[R > 3 ? 3 : 0]);
+  const __m256 ab = _mm256_hadd_ps(sum[0], sum[R > 1 ? 1 : 0]),
+               cd = _mm256_hadd_ps(sum[R > 2 ? 2 : 0], sum[R > 3 ? 3 : 0]);
   const __m128 ab4 = _mm_add_ps(_mm256_castps256_ps128(ab), _mm256_extractf128_ps(ab, 1));
   const __m128 cd4 = _mm_add_ps(_mm256_castps256_ps128(cd), _mm256_extractf128_ps(cd, 1));
   const __m128 half = _mm_max_ps(_mm_shuffle_ps(ab4, cd4, 0x88), _mm_shuffle_ps(ab4, cd4, 0xDD));

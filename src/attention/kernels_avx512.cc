@@ -386,8 +386,7 @@ void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& 
     for (int r = 0; r < R; ++r) {
       __m512 x[4];
       const int at = r * n_groups + g;
-      const __m512 inverse =
-          ScaledWeights(p + r * kBlockTokens, v_scale, static_cast<float>(kTop8), x, w_scale + at);
+      const __m512 inverse = ScaledWeights(p + r * kBlockTokens, v_scale, static_cast<float>(kTop8), x, w_scale + at);
       __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {

@@ -316,8 +316,8 @@ void ScoreF16(const ScoreArgs& a) {
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < 4; ++i) s[r][i] = vdupq_n_f32(a.bias[r]);
     }
-    DotF16<R>(a.codes + t * 2, static_cast<ptrdiff_t>(a.n_tokens) * 2, a.dim, static_cast<const float*>(a.q), a.q_stride,
-              a.prefetch + t * 2 * static_cast<ptrdiff_t>(a.dim), s);
+    DotF16<R>(a.codes + t * 2, static_cast<ptrdiff_t>(a.n_tokens) * 2, a.dim, static_cast<const float*>(a.q),
+              a.q_stride, a.prefetch + t * 2 * static_cast<ptrdiff_t>(a.dim), s);
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < 4; ++i) vst1q_f32(a.scores + r * kBlockTokens + t + i * kLanes, s[r][i]);
     }

@@ -198,14 +198,15 @@ class Program {
 
   void AddBench() {
     CLI::App* group = Group("bench", "measures speed beside peers, alternating in one run");
-    CLI::App* attention = Command(
-        group, "attention", "attention kernels beside ggml's flash attention and the machine's read bandwidth",
-        "kvcell bench attention --tokens 32768 --kv-heads 8 --group 4 --head-dim 128 --threads 2 --types i4");
+    CLI::App* attention =
+        Command(group, "attention", "attention kernels beside ggml's flash attention and the machine's read bandwidth",
+                "kvcell bench attention --tokens 32768 --kv-heads 8 --group 4 --head-dim 128 --threads 2 --types i4");
     parser_.Offer(attention, {"tokens", "queries", "kv-heads", "group", "head-dim", "threads", "types", "phase",
                               "rounds", "json", "quiet"});
     OnChosen(attention, BenchAttentionCommand);
-    CLI::App* model = Command(group, "model", "a whole model's tokens per second beside libllama's, by depth and KV type",
-                              "kvcell bench model -m model.gguf --depth 0 8064 --types i4");
+    CLI::App* model =
+        Command(group, "model", "a whole model's tokens per second beside libllama's, by depth and KV type",
+                "kvcell bench model -m model.gguf --depth 0 8064 --types i4");
     parser_.Offer(model, {"model", "depth", "types", "threads", "rounds", "json", "quiet"});
     OnChosen(model, BenchModelCommand);
   }

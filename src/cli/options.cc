@@ -352,8 +352,9 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--tokens",
        .type = "N...",
        .shown_default = "the shapes of docs/kernels.md",
-       .help = "tokens before the queries, the open block's 32 not counted; with this or another size given, only these "
-               "shapes are measured",
+       .help =
+           "tokens before the queries, the open block's 32 not counted; with this or another size given, only these "
+           "shapes are measured",
        .many = true,
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetIntegers(t, 1 << 24, &o->tokens); }},

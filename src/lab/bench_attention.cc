@@ -20,15 +20,13 @@
 namespace kvcell {
 namespace {
 
-constexpr int64_t kOpenTokens = 32;      // of the open block that decode reads and writes beside the sealed ones
-constexpr int32_t kFillers = 64;         // sequences whose freed blocks ours take, so that neighbours lie apart
+constexpr int64_t kOpenTokens = 32;  // of the open block that decode reads and writes beside the sealed ones
+constexpr int32_t kFillers = 64;     // sequences whose freed blocks ours take, so that neighbours lie apart
 constexpr double kSecondsPerShape = 4.0;
 constexpr int32_t kFewestRounds = 3;
 constexpr int32_t kSinks = 4;
 
-double Now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 double Median(std::vector<double> values) {
   if (values.empty()) return 0.0;
@@ -39,8 +37,8 @@ double Median(std::vector<double> values) {
 
 std::string_view GgmlTypeFor(std::string_view type) { return type == "i4" ? "q4_0" : type == "i8" ? "q8_0" : "f16"; }
 
-// More than engine and type can cost on these values; what is beyond it is a wrong answer. ggml adds f16 values up in f16,
-// which costs it 0.02 at 32,768 tokens.
+// More than engine and type can cost on these values; what is beyond it is a wrong answer. ggml adds f16 values up in
+// f16, which costs it 0.02 at 32,768 tokens.
 double WorstError(std::string_view engine, std::string_view type) {
   if (type == "f16") return engine == "ggml" ? 0.2 : 0.01;
   return type == "i8" || type == "q8_0" ? 0.05 : 0.4;
@@ -93,8 +91,8 @@ double FmaSeconds(GgmlThreads* threads) {
 class Engine {
  public:
   virtual ~Engine() = default;
-  virtual Result<double> TimedRun() = 0;                  // seconds
-  virtual std::span<const float> out() const = 0;         // [queries, heads, head_dim] of the last run
+  virtual Result<double> TimedRun() = 0;           // seconds
+  virtual std::span<const float> out() const = 0;  // [queries, heads, head_dim] of the last run
   virtual uint64_t kv_bytes() const = 0;
   std::string engine, type;
   std::vector<double> seconds;
@@ -124,8 +122,8 @@ class PeerEngine final : public Engine {
   std::unique_ptr<GgmlAttention> attention_;
 };
 
-// A sequence in a cache of one layer, sealed through its own append, the blocks shuffled in memory. A run is a whole step of
-// the cache, its K and V appended and attended, then undone.
+// A sequence in a cache of one layer, sealed through its own append, the blocks shuffled in memory. A run is a whole
+// step of the cache, its K and V appended and attended, then undone.
 class CellEngine final : public Engine {
  public:
   static Result<std::unique_ptr<Engine>> Make(const AttentionShape& shape, const std::string& codec,
@@ -202,7 +200,8 @@ class CellEngine final : public Engine {
     const auto dim = static_cast<size_t>(shape_.head_dim);
     for (int64_t t = 0; t < n; ++t) {
       for (int head = 0; head < shape_.kv_heads; ++head) {
-        const size_t at = (static_cast<size_t>(t) * static_cast<size_t>(shape_.kv_heads) + static_cast<size_t>(head)) * dim;
+        const size_t at =
+            (static_cast<size_t>(t) * static_cast<size_t>(shape_.kv_heads) + static_cast<size_t>(head)) * dim;
         MakeValues(MadeKind::kKey, first + t, head, {k_.data() + at, dim});
         MakeValues(MadeKind::kValue, first + t, head, {v_.data() + at, dim});
       }
@@ -283,7 +282,8 @@ class HeadValues {
     }
   }
 
-  // Codes and decodes what a query at the end reads from sealed cells: all whole blocks before `exact_from` but the sinks.
+  // Codes and decodes what a query at the end reads from sealed cells: all whole blocks before `exact_from` but the
+  // sinks.
   Status Code(const std::string& codec, int64_t exact_from) {
     auto spec = ParseCodec(codec);
     if (!spec) return spec.error();
@@ -308,8 +308,10 @@ class HeadValues {
       EncodeCell(*layout, exact_layout, exact.data(), first, cell.data());
       DecodeCell(*layout, cell.data(), k.data(), v.data());
       const size_t skip = static_cast<size_t>(first) * dim_;
-      std::copy(k.begin() + static_cast<std::ptrdiff_t>(skip), k.end(), k_.begin() + static_cast<std::ptrdiff_t>(at + skip));
-      std::copy(v.begin() + static_cast<std::ptrdiff_t>(skip), v.end(), v_.begin() + static_cast<std::ptrdiff_t>(at + skip));
+      std::copy(k.begin() + static_cast<std::ptrdiff_t>(skip), k.end(),
+                k_.begin() + static_cast<std::ptrdiff_t>(at + skip));
+      std::copy(v.begin() + static_cast<std::ptrdiff_t>(skip), v.end(),
+                v_.begin() + static_cast<std::ptrdiff_t>(at + skip));
     }
     return OkStatus();
   }
@@ -384,7 +386,8 @@ class Oracle {
     double power = 0.0;
     for (size_t r = 0; r < rows_.size(); ++r) {
       const size_t at = (static_cast<size_t>(rows_[r].query) * static_cast<size_t>(shape_.heads()) +
-                         static_cast<size_t>(rows_[r].q_head)) * static_cast<size_t>(shape_.head_dim);
+                         static_cast<size_t>(rows_[r].q_head)) *
+                        static_cast<size_t>(shape_.head_dim);
       for (size_t d = 0; d < expected[r].size(); ++d) {
         power += Square((out.empty() ? 0.0 : static_cast<double>(out[at + d])) - expected[r][d]);
       }
@@ -504,9 +507,10 @@ class Bench {
       row.ratio = time_of("ggml", "f16") / seconds;
       row.ratio_same = time_of("ggml", GgmlTypeFor(row.type)) / seconds;
       if (!(row.rel_error < WorstError(row.engine, row.type))) {
-        return {StatusCode::kInternal,
-                fmt::format("{} {} at {} tokens is off by {:.3f} of its output; that is a wrong result, not a rounded one",
-                            row.engine, row.type, shape.tokens, row.rel_error)};
+        return {
+            StatusCode::kInternal,
+            fmt::format("{} {} at {} tokens is off by {:.3f} of its output; that is a wrong result, not a rounded one",
+                        row.engine, row.type, shape.tokens, row.rel_error)};
       }
       if (row.engine == "kvcell" && row.type != "f16") {
         KVCELL_RETURN_IF_ERROR(oracle.Rounding(out, row.type, &row.rounding_error, &row.rounding_share));
@@ -530,8 +534,10 @@ class Bench {
         fma_gains_.push_back(FmaSeconds(&one_) / FmaSeconds(&threads_));
       }
       result_.scaling.push_back({fmt::format("{} decode, {} tokens, {} KV heads x {}, {}", cells->type, shape.tokens,
-                                             shape.kv_heads, shape.group, shape.head_dim), Median(gains)});
-      if (cells->type == "i4" && result_.seal_share == 0.0) result_.seal_share = SealShare(shape, Median(cells->seconds));
+                                             shape.kv_heads, shape.group, shape.head_dim),
+                                 Median(gains)});
+      if (cells->type == "i4" && result_.seal_share == 0.0)
+        result_.seal_share = SealShare(shape, Median(cells->seconds));
     }
   }
 
@@ -572,7 +578,8 @@ class Bench {
 std::vector<AttentionShape> DefaultAttentionShapes() {
   std::vector<AttentionShape> shapes;
   const auto decode = [&](int64_t tokens, int kv_heads, int group, int dim) {
-    shapes.push_back({.tokens = tokens + kOpenTokens, .queries = 1, .kv_heads = kv_heads, .group = group, .head_dim = dim});
+    shapes.push_back(
+        {.tokens = tokens + kOpenTokens, .queries = 1, .kv_heads = kv_heads, .group = group, .head_dim = dim});
   };
   decode(32768, 8, 4, 128);
   for (const int group : {1, 2, 8}) decode(32768, 8, group, 128);

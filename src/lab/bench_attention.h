@@ -14,7 +14,7 @@
 namespace kvcell {
 
 struct AttentionBenchOptions {
-  std::vector<AttentionShape> shapes;  // empty: DefaultAttentionShapes()
+  std::vector<AttentionShape> shapes;                    // empty: DefaultAttentionShapes()
   std::vector<std::string> types = {"f16", "i8", "i4"};  // presets of ours; ggml's f16, q8_0 and q4_0 go beside them
   int32_t n_threads = 0;                                 // 0: as many as there are processors
   int32_t rounds = 15;                                   // alternations per shape; fewer where they take over 4 seconds
@@ -29,9 +29,9 @@ struct AttentionBenchRow {
   std::string type;
   AttentionShape shape;
   int32_t threads = 0;
-  std::string isa;       // of our kernels
-  double ms = 0;         // median
-  uint64_t bytes = 0;    // of K and V: sealed cells with all their metadata, sinks, open block
+  std::string isa;     // of our kernels
+  double ms = 0;       // median
+  uint64_t bytes = 0;  // of K and V: sealed cells with all their metadata, sinks, open block
   double gb_s = 0;
   double of_bandwidth = 0;  // of what the same threads read in the same rounds
   double gmac_s = 0;        // multiplications of visible pairs, both products

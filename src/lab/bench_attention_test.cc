@@ -22,7 +22,9 @@ TEST(BenchAttention, BothEnginesAreNearFloat64AndTheRoundingIsASmallPart) {
   EXPECT_EQ(result->rows.size(), 12u);  // two shapes, three types of ours, three of ggml's
   for (const AttentionBenchRow& row : result->rows) {
     EXPECT_GT(row.rel_error, 0.0) << row.engine << " " << row.type;
-    EXPECT_LT(row.rel_error, row.type == "f16" ? 5e-3 : row.type == "i8" || row.type == "q8_0" ? 2e-2 : 0.2)
+    EXPECT_LT(row.rel_error, row.type == "f16"                        ? 5e-3
+                             : row.type == "i8" || row.type == "q8_0" ? 2e-2
+                                                                      : 0.2)
         << row.engine << " " << row.type;
     if (row.engine == "kvcell" && row.type == "i4") EXPECT_LT(row.rounding_share, 0.1);
     EXPECT_GT(row.bytes, 0u);

@@ -17,9 +17,7 @@ namespace {
 
 constexpr int32_t kChunk = 512;  // tokens per step on the way to a depth
 
-double Now() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
+double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
 double Median(std::vector<double> values) {
   const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
@@ -32,7 +30,8 @@ std::string MadeText(int64_t n_tokens) {
   std::string text;
   for (int64_t i = 1; static_cast<int64_t>(text.size()) < n_tokens * 6; ++i) {
     text += fmt::format(
-        "In the {}th report of the harbour board, {} ships were counted between the old lighthouse and the bridge; {} of "
+        "In the {}th report of the harbour board, {} ships were counted between the old lighthouse and the bridge; {} "
+        "of "
         "them carried grain, and the keeper wrote that the winter of {} had been mild. ",
         i, (i * 7919) % 311 + 2, (i * 104729) % 97 + 1, 1800 + i % 200);
   }
@@ -240,8 +239,9 @@ class Bench {
       }
       if (!(kld < WorstDivergence(contestant->type))) {
         return {StatusCode::kInternal,
-                fmt::format("{} {} at depth {} gives other logits than libllama's f16 (KLD {:.3f}); its speed means nothing",
-                            contestant->engine, contestant->type, depth, kld)};
+                fmt::format(
+                    "{} {} at depth {} gives other logits than libllama's f16 (KLD {:.3f}); its speed means nothing",
+                    contestant->engine, contestant->type, depth, kld)};
       }
       ModelBenchRow row;
       row.engine = contestant->engine;

@@ -27,7 +27,7 @@ struct ModelBenchRow {
   std::string engine;   // "kvcell" or "libllama"
   std::string kv_type;  // "i4", "q4_0", "f16", "f16 without flash attention"
   int64_t depth = 0;
-  std::string phase;  // "decode" or "prefill"
+  std::string phase;        // "decode" or "prefill"
   double tokens_per_s = 0;  // median
   double ratio = 0;         // to libllama's f16, the faster of its two
   double kld = 0;           // of the decoded tokens' logits against libllama's f16 without flash attention, mean

@@ -57,9 +57,8 @@ Result<std::unique_ptr<GgmlAttention>> GgmlAttention::Make(const AttentionShape&
     return Fail(StatusCode::kOutOfBudget,
                 fmt::format("not enough memory for {} tokens in ggml's {}; measure fewer tokens", shape.tokens, type));
   }
-  attention->context_.reset(ggml_init({.mem_size = attention->memory_->size(),
-                                       .mem_buffer = attention->memory_->data(),
-                                       .no_alloc = false}));
+  attention->context_.reset(
+      ggml_init({.mem_size = attention->memory_->size(), .mem_buffer = attention->memory_->data(), .no_alloc = false}));
   ggml_context* context = attention->context_.get();
   ggml_tensor* q = ggml_new_tensor_3d(context, GGML_TYPE_F32, shape.head_dim, shape.queries, shape.heads());
   ggml_tensor* k = ggml_new_tensor_3d(context, kv_type, shape.head_dim, shape.tokens, shape.kv_heads);
@@ -75,8 +74,8 @@ Result<std::unique_ptr<GgmlAttention>> GgmlAttention::Make(const AttentionShape&
       MakeValues(MadeKind::kQuery, shape.tokens - shape.queries + i, head, {row, dim});
     }
   }
-  ggml_tensor* out = ggml_flash_attn_ext(context, q, k, v, mask, 1.0f / std::sqrt(static_cast<float>(shape.head_dim)),
-                                         0.0f, 0.0f);
+  ggml_tensor* out =
+      ggml_flash_attn_ext(context, q, k, v, mask, 1.0f / std::sqrt(static_cast<float>(shape.head_dim)), 0.0f, 0.0f);
   ggml_flash_attn_ext_set_prec(out, GGML_PREC_F32);  // as libllama asks for it
   attention->graph_ = ggml_new_graph(context);
   ggml_build_forward_expand(attention->graph_, out);

@@ -31,8 +31,8 @@ void GgmlContextDeleter::operator()(ggml_context* context) const { ggml_free(con
 GgmlThreads::GgmlThreads(int n_threads) : n_threads_(n_threads) {
   context_.reset(ggml_init({.mem_size = size_t{1} << 20, .mem_buffer = nullptr, .no_alloc = false}));
   ggml_tensor* argument = ggml_new_tensor_1d(context_.get(), GGML_TYPE_F32, 1);
-  ggml_tensor* node = ggml_custom_4d(context_.get(), GGML_TYPE_F32, 1, 1, 1, 1, &argument, 1, CallPart,
-                                     GGML_N_TASKS_MAX, &part_);
+  ggml_tensor* node =
+      ggml_custom_4d(context_.get(), GGML_TYPE_F32, 1, 1, 1, 1, &argument, 1, CallPart, GGML_N_TASKS_MAX, &part_);
   graph_ = ggml_new_graph(context_.get());
   ggml_build_forward_expand(graph_, node);
 }
