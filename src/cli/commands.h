@@ -10,6 +10,8 @@
 
 namespace kvcell::cli {
 
+// `run --samples N`: as RunCommand, with N answers.
+int SamplesCommand(const Options& options, const std::string& prompt);
 int RunCommand(const Options& options, SamplerGiven sampler_given);
 int ChatCommand(const Options& options, SamplerGiven sampler_given);
 
@@ -25,6 +27,12 @@ int InfoCommand(const Options& options, bool codecs);
 int ConfigShowCommand(const Options& options, std::span<const OptionOrigin> origins);
 
 int LabQualityCommand(const Options& options);
+
+int BenchSharingCommand(const Options& options);
+
+int PrefixListCommand(const Options& options);
+int PrefixPinCommand(const Options& options, int64_t id, bool off);
+int PrefixRemoveCommand(const Options& options, const std::vector<int64_t>& ids);
 
 int StoreStatsCommand(const Options& options);
 int StoreVerifyCommand(const Options& options);
