@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Everything that can be checked on one machine, part by part; a part that fails does not stop the others.
 #
-# test_all.sh [PART...], parts: release parity asan tsan crash fuzz lint neon oldcpu (all of them when none is named). The fast suite of the
-# release build is `make test`; here all tests run, the slow ones too.
+# test_all.sh [PART...], parts: release parity asan tsan crash property fuzz lint neon oldcpu (all of them when none is
+# named). The fast suite of the release build is `make test`; here all tests run, the slow ones too.
 source "$(dirname "$0")/lib.sh"
 cd "$ROOT" || exit 1
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(lint fuzz crash neon oldcpu tsan asan release)
+[ ${#parts[@]} -gt 0 ] || parts=(lint fuzz crash property neon oldcpu tsan asan release)
 FUZZ_SECONDS=${KVCELL_FUZZ_SECONDS:-20}
+PROPERTY_CASES=${KVCELL_PROPERTY_CASES:-100000}
 CRASH_CYCLES=${KVCELL_CRASH_CYCLES:-2000}
 JOBS=$(nproc)
 
@@ -23,6 +24,15 @@ part_asan() { scripts/build.sh asan && ctest --preset asan -j "$JOBS"; }
 part_tsan() { scripts/build.sh tsan && ctest --preset tsan -j "$JOBS"; }
 part_crash() {
   scripts/build.sh release && KVCELL_CRASH_CYCLES=$CRASH_CYCLES ctest --preset release-all -R '[Cc]rash'
+}
+# Random operations on the cache, also in a build in which all addresses collide.
+part_property() {
+  scripts/build.sh release sharing_test sharing_collide_test || return 1
+  local program status=0
+  for program in sharing_test sharing_collide_test; do
+    KVCELL_PROPERTY_CASES=$PROPERTY_CASES "build/release/tests/sharing/$program" || status=1
+  done
+  return $status
 }
 part_fuzz() {
   local source name corpus status=0 names=()

@@ -24,6 +24,7 @@ struct AttentionAccess {
   static void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state,
                      CellWeight* weights);
   static void Merge(const Partial& from, Partial* into);
+  static void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to);
   static void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits);
   static void CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass);
 };
@@ -428,6 +429,20 @@ void AttentionAccess::Merge(const Partial& from, Partial* into) {
   }
 }
 
+void AttentionAccess::CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to) {
+  const auto copy = [&](const std::vector<float>& source, std::vector<float>* target, size_t width) {
+    if (target->empty()) return;
+    std::copy_n(source.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(from_row) * width),
+                static_cast<size_t>(n_rows) * width,
+                target->begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(to_row) * width));
+  };
+  const auto stride = static_cast<size_t>(to->stride_);
+  copy(from.max_, &to->max_, 1);
+  copy(from.sum_, &to->sum_, 1);
+  copy(from.values_, &to->values_, stride);
+  copy(from.rotated_, &to->rotated_, stride);
+}
+
 void AttentionAccess::Finish(const HeadContext& head, const Partial& state, float* const* out,
                              const float* sink_logits) {
   for (size_t r = 0; r < static_cast<size_t>(state.n_rows_); ++r) {
@@ -465,6 +480,10 @@ void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Part
 }
 
 void Merge(const HeadContext&, const Partial& from, Partial* into) { AttentionAccess::Merge(from, into); }
+
+void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to) {
+  AttentionAccess::CopyRows(from, from_row, n_rows, to_row, to);
+}
 
 void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits) {
   AttentionAccess::Finish(head, state, out, sink_logits);

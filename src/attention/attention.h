@@ -111,6 +111,11 @@ void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Part
 // into = into + from, as if from's cells had been attended after into's (up to float rounding, in a fixed order).
 void Merge(const HeadContext& head, const Partial& from, Partial* into);
 
+// Makes rows [to_row, to_row + n_rows) of `to` equal to rows [from_row, from_row + n_rows) of `from`; both states are
+// of one head. So rows that have read some cells together go on apart, with the same result as if each had been alone
+// throughout.
+void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to);
+
 // Writes out[r] = [dv] for every row. A row that saw no token gives zeros. `sink_logits` [n_rows], where given, join
 // each row's softmax denominator without a value (attention sinks as learned logits).
 void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits = nullptr);

@@ -32,6 +32,7 @@ class Program {
     AddPlan();
     AddInspect();
     AddStore();
+    AddPrefix();
     AddLab();
     AddBench();
     AddInfo();
@@ -110,9 +111,9 @@ class Program {
     CLI::App* command = Command(&app_, "run", "feeds a prompt and prints the answer as it comes",
                                 "kvcell run -m model.gguf -f report.txt -p 'What does it conclude?' --session report");
     parser_.Offer(command,
-                  {"model", "prompt",     "file",    "max-tokens", "temp",   "top-k", "top-p",         "min-p",
-                   "seed",  "raw",        "ctx",     "threads",    "codec",  "sinks", "recent-blocks", "ram-budget",
-                   "store", "durability", "session", "json",       "report", "quiet"});
+                  {"model", "prompt",     "file",    "max-tokens", "temp",      "top-k", "top-p",         "min-p",
+                   "seed",  "raw",        "ctx",     "threads",    "codec",     "sinks", "recent-blocks", "ram-budget",
+                   "store", "durability", "session", "samples",    "no-prefix", "json",  "report",        "quiet"});
     OnChosen(command, [this](const Options& options) { return RunCommand(options, Given()); });
   }
 
@@ -121,7 +122,7 @@ class Program {
                                 "kvcell chat -m model.gguf --session ideas");
     parser_.Offer(command,
                   {"model", "session", "max-tokens", "temp", "top-k", "top-p", "min-p", "seed", "raw", "ctx", "threads",
-                   "codec", "sinks", "recent-blocks", "ram-budget", "store", "durability", "quiet"});
+                   "codec", "sinks", "recent-blocks", "ram-budget", "store", "durability", "no-prefix", "quiet"});
     OnChosen(command, [this](const Options& options) { return ChatCommand(options, Given()); });
   }
 
@@ -186,6 +187,25 @@ class Program {
     OnChosen(verify, StoreVerifyCommand);
   }
 
+  void AddPrefix() {
+    CLI::App* group = Group("prefix", "beginnings of prompts that later prompts share");
+    CLI::App* list = Command(group, "ls", "lists them: where chains of blocks end or part", "kvcell prefix ls --json");
+    parser_.Offer(list, {"store", "json"});
+    OnChosen(list, PrefixListCommand);
+    CLI::App* pin = Command(group, "pin", "keeps a prefix, and all that it begins with, whatever space is needed for",
+                            "kvcell prefix pin 124");
+    pin->add_option("id", id_, "its number in `kvcell prefix ls`")->required();
+    pin->add_flag("--off", off_, "takes the pin out again");
+    parser_.Offer(pin, {"store", "json"});
+    OnChosen(pin, [this](const Options& options) { return PrefixPinCommand(options, id_, off_); });
+    CLI::App* remove =
+        Command(group, "rm", "gives up prefixes and what goes on from them; blocks of sessions stay with these",
+                "kvcell prefix rm 124");
+    remove->add_option("ids", ids_, "their numbers in `kvcell prefix ls`")->required();
+    parser_.Offer(remove, {"store", "json"});
+    OnChosen(remove, [this](const Options& options) { return PrefixRemoveCommand(options, ids_); });
+  }
+
   void AddLab() {
     CLI::App* group = Group("lab", "measures codecs on a model");
     CLI::App* quality =
@@ -209,6 +229,11 @@ class Program {
                 "kvcell bench model -m model.gguf --depth 0 8064 --types i4");
     parser_.Offer(model, {"model", "depth", "types", "threads", "rounds", "json", "quiet"});
     OnChosen(model, BenchModelCommand);
+    CLI::App* sharing =
+        Command(group, "sharing", "sequences with a common past: memory, first tokens, speed; forks, lookup, batches",
+                "kvcell bench sharing -m model.gguf --json");
+    parser_.Offer(sharing, {"model", "threads", "folder", "json", "quiet"});
+    OnChosen(sharing, BenchSharingCommand);
   }
 
   void AddInfo() {
@@ -243,6 +268,9 @@ class Program {
   std::function<int()> chosen_ = [] { return 2; };
   std::string name_, path_, as_;
   std::vector<std::string> names_;
+  std::vector<int64_t> ids_;
+  int64_t id_ = 0;
+  bool off_ = false;
   bool erase_ = false;
   bool codecs_ = false;
 };

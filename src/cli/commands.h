@@ -10,6 +10,8 @@
 
 namespace kvcell::cli {
 
+// `run --samples N`: as RunCommand, with N answers.
+int SamplesCommand(const Options& options, const std::string& prompt);
 int RunCommand(const Options& options, SamplerGiven sampler_given);
 int ChatCommand(const Options& options, SamplerGiven sampler_given);
 
@@ -28,6 +30,11 @@ int LabQualityCommand(const Options& options);
 
 int BenchAttentionCommand(const Options& options);
 int BenchModelCommand(const Options& options);
+int BenchSharingCommand(const Options& options);
+
+int PrefixListCommand(const Options& options);
+int PrefixPinCommand(const Options& options, int64_t id, bool off);
+int PrefixRemoveCommand(const Options& options, const std::vector<int64_t>& ids);
 
 int StoreStatsCommand(const Options& options);
 int StoreVerifyCommand(const Options& options);

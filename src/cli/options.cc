@@ -250,6 +250,19 @@ const std::vector<OptionSpec>& Table() {
        .help = "name of the conversation in the store; `run` and `chat` go on with it when it is there and save it",
 
        .set = [](const std::string& t, Options* o) { return SetText(t, "a session's name", &o->session); }},
+      {.name = "samples",
+       .flags = "--samples",
+       .type = "N",
+       .shown_default = "1",
+       .help = "answers to the one prompt, which is fed and kept once; answer i (from 0) draws with seed + i, so give "
+               "a --temp "
+               "above 0. Each takes memory for its own tokens only",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1024, &o->samples); }},
+      {.name = "no-prefix",
+       .flags = "--no-prefix",
+       .help = "computes the whole prompt, and keeps nothing of it for later prompts that begin alike",
+       .set = [](const std::string& t, Options* o) { return SetBool(t, &o->no_prefix); }},
       {.name = "json",
        .flags = "--json",
        .help = "prints one JSON object on standard output and nothing else there",
@@ -342,6 +355,13 @@ const std::vector<OptionSpec>& Table() {
              o->weights_f32 = t == "f32";
              return OkStatus();
            }},
+      {.name = "folder",
+       .flags = "--folder",
+       .type = "DIR",
+       .shown_default = "the system's temporary one",
+       .help = "where what the measurement makes is put (a q4_0 copy of the model, kept for the next time)",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the folder's path", &o->folder); }},
       {.name = "state",
        .flags = "--state",
        .type = "FILE",

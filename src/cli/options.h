@@ -45,6 +45,8 @@ struct Options {
   std::string store;  // "" where neither an option nor the home directory tells
   uint8_t durability = 1;
   std::string session;
+  int32_t samples = 0;  // 0: one answer, reported as such
+  bool no_prefix = false;
   bool json = false;
   bool quiet = false;
   std::string report;
@@ -69,6 +71,7 @@ struct Options {
   int32_t rounds = 0;  // 0: the benchmark's own
   std::vector<std::string> types;
   std::string phase;
+  std::string folder;
 };
 
 // Which of the sampler's options somebody set: a session goes on with what it was stored with for the others.

@@ -55,6 +55,7 @@ int RunCommand(const Options& options, SamplerGiven sampler_given) {
   if (!options.report.empty()) {  // found out before an answer is made for nothing
     if (const Status written = WriteJsonFile(options.report, Json::object()); !written.ok()) return Failed(written);
   }
+  if (options.samples > 0) return SamplesCommand(options, *prompt);
   Result<Engine> engine = OpenEngine(options);
   if (!engine) return Failed(engine.error());
 

@@ -57,7 +57,8 @@ class CliTest(unittest.TestCase):
 
 class Usage(CliTest):
     COMMANDS = ["run", "chat", "sessions ls", "sessions show", "sessions rm", "sessions export", "sessions import", "plan",
-                "inspect", "store stats", "store verify", "lab quality", "info", "config show", "completion bash"]
+                "inspect", "store stats", "store verify", "prefix ls", "prefix pin", "prefix rm", "lab quality", "bench sharing",
+                 "info", "config show", "completion bash"]
 
     def test_help_of_every_command_has_an_example(self):
         for command in self.COMMANDS:
@@ -78,7 +79,7 @@ class Usage(CliTest):
             self.refused(*args, code=2, words=[])
 
     def test_options_of_commands_to_come_are_not_offered(self):
-        for option in ("--rules", "--profile", "--samples"):
+        for option in ("--rules", "--profile"):
             self.refused("run", option, "x", code=2, words=[option])
 
     def test_an_unknown_command_is_named(self):
@@ -411,6 +412,81 @@ class Resume(CliTest):
         self.assertEqual(tight["tokens"], free["tokens"])
         self.assertLessEqual(tight["kv"]["ram_peak_bytes"], smallest)
         self.assertGreater(tight["kv"]["cells"]["PERSISTED"], 0)
+
+
+class Sharing(CliTest):
+    """Prompts that begin alike are computed once, whoever asks and whenever."""
+
+    LONG = TEXT * 6
+
+    def prefixes(self):
+        return self.json("prefix", "ls", "--store", self.store)["prefixes"]
+
+    def test_a_prompt_that_begins_alike_is_not_computed_again(self):
+        first = self.run_json("--raw", "-p", self.LONG + "What does it say?", "-n", 6)
+        self.assertEqual(first["reused_tokens"], 0)
+        again = self.run_json("--raw", "-p", self.LONG + "What does it say?", "-n", 6)
+        self.assertEqual(again["tokens"], first["tokens"])
+        self.assertEqual(again["reused_tokens"], (first["prompt_tokens"] - 1) // BLOCK * BLOCK)
+        self.assertEqual(again["reused_tokens"] + again["prompt_tokens"], first["prompt_tokens"])
+        question = "And what of the ships that lie at anchor? " * 12
+        other = self.run_json("--raw", "-p", self.LONG + question, "-n", 6)
+        alone = self.run_json("--raw", "-p", self.LONG + question, "-n", 6, "--no-prefix")
+        self.assertGreater(other["reused_tokens"], 0)
+        self.assertEqual(alone["reused_tokens"], 0)
+        self.assertEqual(other["tokens"], alone["tokens"])
+        self.assertEqual(other["prefix"]["end"], "differs")
+        self.assertGreaterEqual(other["prefix"]["differs_at"], other["reused_tokens"])
+
+    def test_a_session_gives_and_takes_prefixes(self):
+        first = self.run_json("--raw", "-p", self.LONG, "-n", 2, "--session", "a")
+        self.assertGreater(self.run_json("--raw", "-p", self.LONG + "More.", "-n", 2)["reused_tokens"], 0)
+        self.assertGreater(self.run_json("--raw", "-p", self.LONG + "More.", "-n", 2, "--session", "b")["reused_tokens"], 0)
+        self.assertEqual(first["reused_tokens"], 0)
+        blocks = self.json("store", "stats", "--store", self.store)["blocks"]
+        self.assertLessEqual(blocks, first["prompt_tokens"] // BLOCK + 2, "stored once")
+
+    def test_another_codec_is_told(self):
+        self.run_json("--raw", "-p", self.LONG, "-n", 1)
+        other = self.run_json("--raw", "-p", self.LONG, "-n", 1, "--codec", "i8")
+        self.assertEqual((other["reused_tokens"], other["prefix"]["end"]), (0, "other_identity"))
+        self.assertIn("codec", other["prefix"]["note"])
+
+    def test_ls_pin_and_rm(self):
+        self.run_json("--raw", "-p", self.LONG, "-n", 1)
+        self.run_json("--raw", "-p", "Another text. " * 60, "-n", 1)
+        prefixes = self.prefixes()
+        self.assertEqual(len(prefixes), 2)
+        for prefix in prefixes:
+            self.assertTrue({"id", "tokens", "refs", "pinned"} <= prefix.keys())
+            self.assertEqual(prefix["tokens"] % BLOCK, 0)
+        kept, gone = (p["id"] for p in prefixes)
+        self.json("prefix", "pin", kept, "--store", self.store)
+        self.assertTrue(next(p for p in self.prefixes() if p["id"] == kept)["pinned"])
+        self.refused("prefix", "rm", kept, "--store", self.store, code=1, words=["pinned"])
+        self.json("prefix", "rm", gone, "--store", self.store)
+        self.assertEqual([p["id"] for p in self.prefixes()], [kept])
+        self.json("prefix", "pin", kept, "--off", "--store", self.store)
+        self.json("prefix", "rm", kept, "--store", self.store)
+        self.assertEqual(self.prefixes(), [])
+        self.assertEqual(self.json("store", "stats", "--store", self.store)["blocks"], 0)
+        self.refused("prefix", "rm", 12345, "--store", self.store, code=1, words=["12345"])
+
+    def test_samples_equal_runs_of_their_own_seeds(self):
+        args = ("--raw", "-p", TEXT, "-n", 10, "--temp", 0.9, "--no-prefix")
+        many = self.run_json(*args, "--seed", 5, "--samples", 3)
+        self.assertEqual(len(many["samples"]), 3)
+        for i, sample in enumerate(many["samples"]):
+            alone = self.run_json(*args, "--seed", 5 + i)
+            self.assertEqual((sample["tokens"], sample["text"]), (alone["tokens"], alone["text"]), i)
+        self.assertEqual(many["tokens"], many["samples"][0]["tokens"])
+        self.refused("run", "-m", MODEL, "-p", "x", "--samples", 2, "--session", "s", "--store", self.store, code=2,
+                     words=["--session"])
+
+    def test_a_store_that_can_not_be_made_costs_sharing_only(self):
+        done = self.call("run", "-m", MODEL, "-p", "Name a colour.", "-n", 3, "--store", "/proc/nowhere/store")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("not shared", done.stderr)
 
 
 class Sessions(CliTest):
