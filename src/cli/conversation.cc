@@ -251,8 +251,9 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
   answer.prefill_ms = MillisecondsSince(feed_start);
   if (!fed.ok()) return Fail(fed);
   if (engine_->shares_prefixes && HasWindows(engine_->model->facts().geometry)) {
-    // What a sliding window needs at the prompt's end is gone once the answer has moved on.
-    KVCELL_FAIL_IF_ERROR(engine_->cache->Publish(sequence_));
+    // What a sliding window needs at the prompt's end is gone once the answer has moved on. What can't be stored now is
+    // told by Save.
+    (void)engine_->cache->Publish(sequence_);
   }
 
   Utf8Stream stream;

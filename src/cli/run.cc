@@ -79,7 +79,11 @@ int RunCommand(const Options& options, SamplerGiven sampler_given) {
   if (!answer) return Failed(answer.error());
   if (!options.json) Print(stdout, "\n");
   std::fflush(stdout);
-  if (const Status saved = conversation.Save(); !saved.ok()) return Failed(saved);
+  if (const Status saved = conversation.Save(); !saved.ok()) {
+    // Without a session nobody asked for anything to be kept: the answer is there.
+    if (!options.session.empty()) return Failed(saved);
+    if (!options.quiet) PrintWarning(fmt::format("nothing is kept for prompts that begin alike: {}", saved.message()));
+  }
 
   const Json report = AnswerReport(*engine, conversation, *answer);
   if (!options.report.empty()) {
