@@ -21,7 +21,7 @@ struct AttentionBenchOptions {
   std::function<void(int64_t done, int64_t total)> on_shape;
   std::function<bool()> should_stop;
   // For tests: changes an output before it is compared.
-  std::function<void(const std::string& engine, const std::string& type, std::span<float> out)> tamper;
+  std::function<void(const std::string& engine, const std::string& type, std::span<float> out)> tamper = {};
 };
 
 struct AttentionBenchRow {
