@@ -93,11 +93,11 @@ void PrintAttention(const AttentionBenchResult& result) {
   }
   table.Print(stdout);
   if (!IsTerminal(stdout)) return;
-  fmt::print("\nRead bandwidth of the same threads: {:.1f} GB/s. Kernels: {}.\n", result.read_bandwidth_gb_s,
-             AttentionIsa());
-  for (const ScalingRow& row : result.scaling) fmt::print("Gain of all threads: {:.2f} {}\n", row.gain, row.name);
+  Print(stdout, "\nRead bandwidth of the same threads: {:.1f} GB/s. Kernels: {}.\n", result.read_bandwidth_gb_s,
+        AttentionIsa());
+  for (const ScalingRow& row : result.scaling) Print(stdout, "Gain of all threads: {:.2f} {}\n", row.gain, row.name);
   if (result.seal_share > 0.0) {
-    fmt::print("Coding a block takes {:.2f} % of the decode steps that filled it.\n", 100.0 * result.seal_share);
+    Print(stdout, "Coding a block takes {:.2f} % of the decode steps that filled it.\n", 100.0 * result.seal_share);
   }
 }
 
