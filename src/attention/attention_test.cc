@@ -413,6 +413,34 @@ TEST_P(AttentionTest, B1SoftcapWithoutMaskJustAboveATileEdge) {
   }
 }
 
+// Softcap comes before the mask, ALiBi after the softcap, sink logits into the denominator; K and V of their own sizes,
+// queries of a prefill tile, poison wherever nothing was written.
+TEST_P(AttentionTest, SoftcapMaskAlibiAndSinkLogitsTogether) {
+  for (const char* codec : kCodecs) {
+    for (const int byte : {0xFF, 0x7F, -1}) {
+      const Shape shape{
+          .codec = codec, .dk = 192, .dv = 128, .n_tokens = 211, .softcap = 15.0f, .poison = {byte}, .seed = 9};
+      const Sequence sequence(shape);
+      Rows rows(sequence, 12, 4.0f);
+      Floats sinks;
+      for (size_t r = 0; r < 12; ++r) {
+        rows.end[r] = 211 - static_cast<int64_t>(r) * 7;
+        rows.begin[r] = r % 2 == 0 ? 0 : rows.end[r] - 70;
+        rows.slope.push_back(0.03f * static_cast<float>(r));
+        sinks.push_back(static_cast<float>(r) - 4.0f);
+      }
+      const Floats out = AttendRows(sequence, rows, 0, 12, sinks.data());
+      for (size_t r = 0; r < 12; ++r) {
+        const auto expected = sequence.Oracle(rows.Row(static_cast<int>(r), 192), rows.begin[r], rows.end[r],
+                                              rows.slope[r], false, static_cast<double>(sinks[r]));
+        for (size_t c = 0; c < 128; ++c) {
+          ASSERT_NEAR(out[r * 128 + c], expected[c], 3 * Tolerance(codec)) << Describe(shape) << " row " << r;
+        }
+      }
+    }
+  }
+}
+
 TEST_P(AttentionTest, B2PoisonedArenaNeverReachesTheFirstRequests) {
   for (const char* codec : kCodecs) {
     for (const int n_tokens : {1, 2, 63, 65, 70}) {

@@ -26,7 +26,9 @@ TEST(BenchAttention, BothEnginesAreNearFloat64AndTheRoundingIsASmallPart) {
                              : row.type == "i8" || row.type == "q8_0" ? 2e-2
                                                                       : 0.2)
         << row.engine << " " << row.type;
-    if (row.engine == "kvcell" && row.type == "i4") EXPECT_LT(row.rounding_share, 0.1);
+    if (row.engine == "kvcell" && row.type == "i4") {
+      EXPECT_LT(row.rounding_share, 0.1);
+    }
     EXPECT_GT(row.bytes, 0u);
   }
 }

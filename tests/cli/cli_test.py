@@ -57,8 +57,8 @@ class CliTest(unittest.TestCase):
 
 class Usage(CliTest):
     COMMANDS = ["run", "chat", "sessions ls", "sessions show", "sessions rm", "sessions export", "sessions import", "plan",
-                "inspect", "store stats", "store verify", "prefix ls", "prefix pin", "prefix rm", "lab quality", "bench sharing",
-                 "info", "config show", "completion bash"]
+                "inspect", "store stats", "store verify", "prefix ls", "prefix pin", "prefix rm", "lab quality",
+                "bench attention", "bench model", "bench sharing", "info", "config show", "completion bash"]
 
     def test_help_of_every_command_has_an_example(self):
         for command in self.COMMANDS:
@@ -312,6 +312,39 @@ class Run(CliTest):
     def test_a_full_context_ends_the_answer(self):
         report = self.run_json("--raw", "-p", TEXT, "-n", 200, "--ctx", 100)
         self.assertEqual((report["end"], report["context_tokens"]), ("context_full", 100))
+
+
+class Bench(CliTest):
+    SMALL = ["--tokens", 256, "--kv-heads", 2, "--group", 2, "--head-dim", 64, "--threads", 2, "--rounds", 1]
+
+    def test_attention_has_both_engines_with_errors_and_bandwidth(self):
+        result = self.json("bench", "attention", *self.SMALL, "--queries", 1, 64, "--types", "f16", "i4")
+        self.assertGreater(result["read_bandwidth_gb_s"], 0)
+        self.assertEqual({(row["phase"], row["engine"], row["type"]) for row in result["rows"]},
+                         {(phase, *of) for phase in ("decode", "prefill")
+                          for of in (("kvcell", "f16"), ("kvcell", "i4"), ("ggml", "f16"), ("ggml", "q4_0"))})
+        for row in result["rows"]:
+            for key in ("tokens", "queries", "kv_heads", "group", "head_dim", "threads", "isa", "ms", "bytes", "gb_s",
+                        "of_bandwidth", "gmac_s", "rel_error"):
+                self.assertIn(key, row)
+            self.assertLess(row["rel_error"], 0.2 if row["type"] in ("i4", "q4_0") else 0.01)
+
+    def test_attention_in_a_forced_instruction_set(self):
+        result = self.json("bench", "attention", *self.SMALL, "--types", "i4", env={"KVCELL_ISA": "scalar"})
+        self.assertEqual([row["isa"] for row in result["rows"] if row["engine"] == "kvcell"], ["scalar"])
+
+    def test_a_model_at_two_depths_beside_libllama(self):
+        result = self.json("bench", "model", "-m", MODEL, "--depth", 0, 128, "--types", "i4", "--rounds", 1)
+        rows = {(row["engine"], row["kv_type"], row["depth"], row["phase"]): row for row in result["rows"]}
+        for depth in (0, 128):
+            for phase in ("decode", "prefill"):
+                for of in (("kvcell", "i4"), ("libllama", "f16"), ("libllama", "q4_0")):
+                    self.assertGreater(rows[(*of, depth, phase)]["tokens_per_s"], 0)
+
+    def test_what_can_not_be_measured_is_refused(self):
+        self.refused("bench", "attention", "--types", "q4_0", code=2, words=["q4_0", "i4"])
+        self.refused("bench", "attention", "--phase", "both", code=2, words=["both"])
+        self.refused("bench", "model", code=2, words=["-m"])
 
 
 class Resume(CliTest):
