@@ -41,8 +41,9 @@ struct QualityRow {
 struct QualityResult {
   int64_t context = 0;
   int64_t windows = 0;
-  int64_t positions = 0;  // scored: the second half of each window
-  double floor_kld = 0;   // our f16 against libllama's: what exact paths already differ by; 0 without --peer
+  int64_t positions = 0;      // scored: the second half of each window
+  double floor_kld = 0;       // our f16 against libllama's: what exact paths already differ by; 0 without --peer
+  double ppl_difference = 0;  // of the two f16 perplexities, relative: a check of the scores; 0 without --peer
   std::vector<QualityRow> rows;
 };
 
