@@ -35,6 +35,7 @@ class Program {
     AddPrefix();
     AddLab();
     AddBench();
+    AddTune();
     AddInfo();
     AddConfig();
     AddCompletion();
@@ -275,6 +276,15 @@ class Program {
                 "kvcell bench sharing -m model.gguf --json");
     parser_.Offer(sharing, {"model", "threads", "folder", "json", "quiet"});
     OnChosen(sharing, BenchSharingCommand);
+  }
+
+  void AddTune() {
+    CLI::App* command =
+        Command(&app_, "tune", "finds the smallest codec for each layer under a limit, writes a rules file",
+                "kvcell tune -m model.gguf --kld 0.01 -o model.rules.yaml");
+    parser_.Offer(command, {"model", "lab-text", "lab-probe", "tune-codecs", "kld", "lab-output", "sinks", "threads",
+                            "json", "quiet"});
+    OnChosen(command, TuneCommand);
   }
 
   void AddInfo() {

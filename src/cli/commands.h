@@ -36,6 +36,7 @@ int LabLatencyCommand(const Options& options);
 int LabCapacityCommand(const Options& options);
 int LabSweepCommand(const Options& options);
 int LabReportCommand(const Options& options);
+int TuneCommand(const Options& options);
 
 int BenchAttentionCommand(const Options& options);
 int BenchModelCommand(const Options& options);

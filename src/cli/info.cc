@@ -102,6 +102,7 @@ Result<std::vector<CodecRow>> CodecRows() {
     KVCELL_FAIL_IF_ERROR(AddRow(preset.name, CodecText(preset.spec), preset.idea, &rows));
   }
   for (const CodecFamily& family : CodecFamilies()) {
+    if (family.name == "f16") continue;  // a preset too
     const std::string idea = family.parts.empty() ? family.idea : fmt::format("{} ({})", family.idea, family.parts);
     KVCELL_FAIL_IF_ERROR(AddRow(family.name, family.example, idea, &rows));
   }

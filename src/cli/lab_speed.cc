@@ -1,4 +1,4 @@
-// kvcell lab, time and room, and the report of everything: latency, capacity, report.
+// kvcell lab, time and room, and the report of everything: latency, capacity, report; kvcell tune.
 #include <fmt/format.h>
 
 #include <cmath>
@@ -12,10 +12,12 @@
 #include "cli/commands.h"
 #include "cli/interrupt.h"
 #include "cli/output.h"
+#include "cli/text_file.h"
 #include "cli/units.h"
 #include "lab/experiments.h"
 #include "lab/report.h"
 #include "lab/speed.h"
+#include "lab/tune.h"
 #include "model/model.h"
 
 namespace kvcell::cli {
@@ -190,6 +192,49 @@ int LabReportCommand(const Options& options) {
     PrintJson({{"command", "lab report"}, {"file", options.output}, {"experiments", list}});
   } else {
     Print(stdout, "{}\n", options.output);
+  }
+  return 0;
+}
+
+int TuneCommand(const Options& options) {
+  if (options.model.empty()) return Failed(Status(StatusCode::kInvalidArgument, "tune needs a model (-m)"));
+  TuneOptions tune{.model = options.model,
+                   .kld_limit = options.kld_limit,
+                   .sinks = options.sinks,
+                   .n_threads = options.threads,
+                   .should_stop = Stop};
+  if (options.file) {
+    auto text = ReadTextFile(*options.file);
+    if (!text) return Failed(text.error());
+    tune.text = std::move(*text);
+  }
+  if (!options.contexts.empty()) tune.context = options.contexts.front();
+  if (!options.codecs.empty()) tune.codecs = options.codecs;
+  CatchInterrupts();
+  Progress progress("probes", !options.quiet && !options.json);
+  tune.on_probe = [&](int64_t done, int64_t total) { progress.Show(done, total); };
+  const auto result = Tune(tune);
+  progress.Clear();
+  if (!result) return Failed(result.error());
+  if (!options.output.empty()) {
+    std::ofstream file(options.output, std::ios::trunc);
+    file << result->rules;
+    file.close();
+    if (!file) return Failed(Status(StatusCode::kIoError, fmt::format("can't write {}", options.output)));
+  }
+  if (options.json) {
+    PrintJson({{"command", "tune"},
+               {"codec_by_layer", result->codec_by_layer},
+               {"kld", result->kld},
+               {"bits", result->bits},
+               {"kld_smallest", result->kld_smallest},
+               {"kld_finest", result->kld_finest}});
+    return 0;
+  }
+  if (options.output.empty()) {
+    fmt::print("{}", result->rules);
+  } else {
+    fmt::print("{}: {:.3f} bits, KLD {:.5f}\n", options.output, result->bits, result->kld);
   }
   return 0;
 }

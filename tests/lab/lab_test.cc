@@ -21,6 +21,7 @@
 #include "lab/report.h"
 #include "lab/speed.h"
 #include "lab/sweep.h"
+#include "lab/tune.h"
 #include "tiny_model.h"
 
 namespace kvcell {
@@ -146,6 +147,20 @@ TEST(CodecErrors, AreThoseOfTheDecodedValues) {
   EXPECT_EQ(MeasureCodecErrors(data, {.codecs = {"i9"}}).error().code(), StatusCode::kInvalidArgument);
   EXPECT_EQ(MeasureCodecErrors(MakeKv(OneLayer(), 63, 8, 1), {.codecs = {"i4"}}).error().code(),
             StatusCode::kInvalidArgument);
+}
+
+// The same K and V under more and more query heads a KV head: what each head loses does not grow with their number, and
+// is told for every ratio.
+TEST(FieldCases, A23OutputErrorIsToldAtEveryGqaRatio) {
+  double of_one = 0;
+  for (const int ratio : {1, 4, 8, 16}) {
+    KvData data = MakeKv(OneLayer(ratio, 1), 192, 32, 2);
+    const auto rows = MeasureCodecErrors(data, {.codecs = {"i4", "i3"}});
+    ASSERT_TRUE(rows);
+    EXPECT_GT((*rows)[1].output, (*rows)[0].output);
+    if (ratio == 1) of_one = (*rows)[0].output;
+    EXPECT_NEAR((*rows)[0].output, of_one, 0.35 * of_one) << ratio;
+  }
 }
 
 TEST(CodecErrors, MoreExactTokensLoseLess) {
@@ -300,6 +315,34 @@ TEST_F(TinyModelTest, ChoiceComparesFourAndAgreesWithItself) {
   EXPECT_GE((*rows)[1].same_as_f16, 0.5);
   options.text = "too short";
   EXPECT_EQ(MeasureChoice(options).error().code(), StatusCode::kInvalidArgument);
+}
+
+TEST_F(TinyModelTest, TuneStaysUnderItsLimitWithFewerBitsThanTheFinestCodec) {
+  TuneOptions options{.model = path_, .text = text_, .context = 192, .codecs = {"i3", "i8", "i4"}, .n_threads = 1};
+  options.kld_limit = 1.0;
+  const auto smallest = Tune(options);
+  ASSERT_TRUE(smallest) << smallest.error().message();
+  EXPECT_THAT(smallest->codec_by_layer, ElementsAre("i3", "i3"));
+  ASSERT_GT(smallest->kld, smallest->kld_finest);
+  // A limit between the two: some layer must be finer, and the choice really holds.
+  options.kld_limit = 0.5 * (smallest->kld + smallest->kld_finest);
+  const auto between = Tune(options);
+  ASSERT_TRUE(between) << between.error().message();
+  EXPECT_LE(between->kld, options.kld_limit);
+  EXPECT_GT(between->bits, smallest->bits);
+  EXPECT_LT(between->bits, *CodecBitsPerElement(*ParseCodec("i8"), 64, 64) + 1e-9);
+  EXPECT_THAT(between->rules, HasSubstr("name: tuned"));
+  options.kld_limit = 0.5 * smallest->kld_finest;
+  EXPECT_THAT(Tune(options).error().message(), HasSubstr("raise the limit"));
+}
+
+TEST(TuneRules, NameRunsOfLayersThatDifferFromMost) {
+  TuneResult result{.model = "m", .codec_by_layer = {"i8", "i8", "i4", "i4", "i4", "k=int5,v=int4", "i4"}};
+  const std::string text = RulesText(result);
+  EXPECT_THAT(text, HasSubstr("\ncodec: i4\n"));
+  EXPECT_THAT(text, HasSubstr("{layers: 0-1, codec: \"i8\"}"));
+  EXPECT_THAT(text, HasSubstr("{layers: 5-5, codec: \"k=int5,v=int4\"}"));
+  EXPECT_EQ(text.find("6-6"), std::string::npos);
 }
 
 TEST(Answers, SimilarityAndRepetitionAreWhatTheySay) {
