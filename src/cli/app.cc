@@ -249,13 +249,12 @@ class Program {
         "kvcell lab capacity -m model.gguf --ram-budget 256MiB",
         {"model", "lab-codecs", "ram-budget", "threads", "json", "quiet"}, LabCapacityCommand);
     add("sweep", "error by granularity and exact area, where attention looks, reading from page cache and disk",
-        "kvcell lab sweep -m model.gguf -f text.txt --store /tmp/kvcell-sweep",
-        {"model", "lab-text", "from", "lab-tokens", "codec", "store", "weights", "threads", "json", "quiet"},
+        "kvcell lab sweep -m model.gguf -f text.txt -o /tmp/kvcell-sweep",
+        {"model", "lab-text", "from", "lab-tokens", "codec", "lab-output", "weights", "threads", "json", "quiet"},
         LabSweepCommand);
     add("report", "all of it as one HTML file that opens with four experiments, each passed or failed",
         "kvcell lab report -m model.gguf -o report.html --measurement quality.json error.json",
-        {"model", "lab-output", "measurements", "codec", "store", "ram-budget", "threads", "json", "quiet"},
-        LabReportCommand);
+        {"model", "lab-output", "measurements", "codec", "ram-budget", "threads", "json", "quiet"}, LabReportCommand);
   }
 
   void AddBench() {

@@ -236,7 +236,7 @@ int LabSweepCommand(const Options& options) {
   if (!data) return Failed(data.error());
   Progress progress("parts", !options.quiet && !options.json);
   const auto result = MeasureSweep(*data, {.codec = options.codec,
-                                           .store = options.store,
+                                           .store = options.output,
                                            .on_part = [&](int64_t done, int64_t total) { progress.Show(done, total); },
                                            .should_stop = Stop});
   progress.Clear();

@@ -379,7 +379,9 @@ const std::vector<OptionSpec>& Table() {
       {.name = "lab-output",
        .flags = "-o,--output",
        .type = "PATH",
-       .help = "what to write: a directory for `lab export`, an HTML file for `lab report`, a rules file for `tune`",
+       .help = "what to write: a directory for `lab export`, an HTML file for `lab report`, a rules file for `tune`; "
+               "for `lab "
+               "sweep` a directory to measure reading in, on the disk that is meant",
        .setting = false,
        .setting_name = "output",
        .set = [](const std::string& t, Options* o) { return SetText(t, "the output's path", &o->output); }},

@@ -598,7 +598,7 @@ class Lab(CliTest):
         stats = self.json("lab", "stats", "--from", self.out, "--channels")
         self.assertEqual(len(stats["rows"]), 30 * 3 * 2)
         self.assertEqual(len(stats["rows"][0]["channels"]["mean"]), 64)
-        sweep = self.json("lab", "sweep", "--from", self.out, "--store", self.store)
+        sweep = self.json("lab", "sweep", "--from", self.out, "-o", self.home / "reads")
         self.assertEqual([row["from"] for row in sweep["reads"]], ["page cache", "disk"])
 
     def test_quality_has_the_columns_that_scripts_read_and_the_peers_perplexity(self):
