@@ -232,9 +232,9 @@ int TuneCommand(const Options& options) {
     return 0;
   }
   if (options.output.empty()) {
-    fmt::print("{}", result->rules);
+    Print(stdout, "{}", result->rules);
   } else {
-    fmt::print("{}: {:.3f} bits, KLD {:.5f}\n", options.output, result->bits, result->kld);
+    Print(stdout, "{}: {:.3f} bits, KLD {:.5f}\n", options.output, result->bits, result->kld);
   }
   return 0;
 }

@@ -12,32 +12,33 @@
 namespace kvcell {
 
 struct Question {
-  std::string topic;    // "facts", "instruction", "code", "reasoning", "writing"
-  std::string context;  // long text that comes before, "" for none
-  std::string text;
-  std::vector<std::string> right;  // the answer is right when it holds one of these, case apart; empty: nobody can say
+  std::string topic = {};    // "facts", "instruction", "code", "reasoning", "writing"
+  std::string context = {};  // long text that comes before, "" for none
+  std::string text = {};
+  std::vector<std::string> right =
+      {};  // the answer is right when it holds one of these, case apart; empty: nobody can say
 };
 // The fixed set: facts that stand in long text, instructions, code, reasoning, free writing.
 std::vector<Question> FixedQuestions();
 
 struct AnswersOptions {
-  std::string model;
-  std::vector<std::string> codecs;  // f16 is always measured, first
+  std::string model = {};
+  std::vector<std::string> codecs = {};  // f16 is always measured, first
   int32_t sinks = 4;
   int32_t recent_blocks = 0;
   int64_t max_tokens = 64;    // of an answer
   int64_t max_questions = 0;  // 0: all
   int32_t n_threads = 0;
-  std::string state;  // file that finished answers are kept in; "": none
-  std::function<void(int64_t done, int64_t total)> on_answer;
-  std::function<bool()> should_stop;
+  std::string state = {};  // file that finished answers are kept in; "": none
+  std::function<void(int64_t done, int64_t total)> on_answer = {};
+  std::function<bool()> should_stop = {};
 };
 
 struct Answer {
   size_t question = 0;
-  std::string codec;
-  std::string text;
-  std::vector<int32_t> tokens;
+  std::string codec = {};
+  std::string text = {};
+  std::vector<int32_t> tokens = {};
   bool right = false;             // holds what Question::right asks for
   bool same = false;              // token for token f16's answer
   double similarity = 0;          // 2 * longest common subsequence / tokens of both, against f16's
@@ -46,7 +47,7 @@ struct Answer {
 };
 
 struct AnswersRow {  // of one codec
-  std::string codec;
+  std::string codec = {};
   double bits = 0;
   int64_t questions = 0;  // that f16 itself gets right: only these count below
   int64_t right = 0;
@@ -60,30 +61,30 @@ struct AnswersRow {  // of one codec
 };
 
 struct AnswersResult {
-  std::vector<Question> questions;
-  std::vector<Answer> answers;  // [codec][question], f16 first
-  std::vector<AnswersRow> rows;
+  std::vector<Question> questions = {};
+  std::vector<Answer> answers = {};  // [codec][question], f16 first
+  std::vector<AnswersRow> rows = {};
 };
 // kNotFound, kInvalidArgument, kCancelled (finished answers are in `state`).
 Result<AnswersResult> MeasureAnswers(const AnswersOptions& options);
 
 struct ChoiceOptions {
-  std::string model;
-  std::string text;
-  std::vector<std::string> codecs;
+  std::string model = {};
+  std::string text = {};
+  std::vector<std::string> codecs = {};
   int32_t sinks = 4;
   int32_t recent_blocks = 0;
   int64_t context = 512;      // tokens before each choice
   int64_t continuation = 16;  // tokens of each of the four
   int64_t questions = 32;     // fewer where the text ends
   int32_t n_threads = 0;
-  std::string state;
-  std::function<void(int64_t done, int64_t total)> on_question;
-  std::function<bool()> should_stop;
+  std::string state = {};
+  std::function<void(int64_t done, int64_t total)> on_question = {};
+  std::function<bool()> should_stop = {};
 };
 
 struct ChoiceRow {
-  std::string codec;
+  std::string codec = {};
   double bits = 0;
   int64_t questions = 0;
   double accuracy = 0;     // the true continuation is the likeliest of four

@@ -171,7 +171,7 @@ class Experiments {
     }
     auto after = MadeRun::Open(WithStore(store.path()), data_);
     if (!after) return Fail(after.error());
-    auto opened = (*after)->cache->OpenSession("experiment");
+    auto opened = (*after)->cache->OpenSession("experiment", /*create=*/false);
     if (!opened) return Fail(opened.error());
     (*after)->sequence = opened->sequence;
     KVCELL_FAIL_IF_ERROR((*after)->Step(n, 1));
@@ -225,7 +225,7 @@ class Experiments {
     options.ram_budget = 0;
     auto run = MadeRun::Open(options, data_);
     if (!run) return Fail(run.error());
-    auto opened = (*run)->cache->OpenSession("experiment");
+    auto opened = (*run)->cache->OpenSession("experiment", /*create=*/false);
     if (!opened) return Fail(opened.error());
     (*run)->sequence = opened->sequence;
     KVCELL_FAIL_IF_ERROR((*run)->Step(opened->usable, kBlockTokens));

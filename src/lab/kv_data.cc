@@ -14,6 +14,7 @@
 #include "base/checksum.h"
 #include "codec/f16.h"
 #include "kvcell/cache.h"
+#include "lab/forwarding_cache.h"
 #include "lab/npy.h"
 #include "model/model.h"
 
@@ -24,38 +25,20 @@ using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
 // A cache that writes down what each layer's attention was given, and lets another do the work.
-class CapturingCache final : public Cache {
+class CapturingCache final : public ForwardingCache {
  public:
-  CapturingCache(std::unique_ptr<Cache> cache, KvData* data) : cache_(std::move(cache)), data_(data) {}
+  CapturingCache(Cache* cache, KvData* data) : ForwardingCache(cache), data_(data) {}
 
-  const CacheOptions& options() const override { return cache_->options(); }
-  Result<SequenceId> Create() override { return cache_->Create(); }
-  Result<SequenceId> Fork(SequenceId parent) override { return cache_->Fork(parent); }
-  Status Free(SequenceId sequence) override { return cache_->Free(sequence); }
-  Result<int64_t> Trim(SequenceId sequence, int64_t length) override { return cache_->Trim(sequence, length); }
-  int64_t Length(SequenceId sequence) const override { return cache_->Length(sequence); }
-  std::span<const Token> Tokens(SequenceId sequence) const override { return cache_->Tokens(sequence); }
   Status Begin(std::span<const StepItem> items) override {
     n_rows_ = 0;
     for (const StepItem& item : items) n_rows_ += item.tokens.size();
-    return cache_->Begin(items);
+    return ForwardingCache::Begin(items);
   }
   void Compute(int layer, const float* k, const float* v, const float* q, float* out, int part,
                int n_parts) noexcept override {
     if (part == 0) Keep(layer, k, v, q);
-    cache_->Compute(layer, k, v, q, out, part, n_parts);
+    ForwardingCache::Compute(layer, k, v, q, out, part, n_parts);
   }
-  Status Append(int layer, const float* k, const float* v) override { return cache_->Append(layer, k, v); }
-  Status Attend(int layer, const float* q, float* out) override { return cache_->Attend(layer, q, out); }
-  Status Commit() override { return cache_->Commit(); }
-  void Abort() override { cache_->Abort(); }
-  Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits,
-              const std::string& extras) override {
-    return cache_->Save(sequence, name, logits, extras);
-  }
-  Result<OpenedSession> OpenSession(const std::string& name) override { return cache_->OpenSession(name); }
-  CacheStats Stats() const override { return cache_->Stats(); }
-  std::vector<CellInfo> Inspect(SequenceId sequence) const override { return cache_->Inspect(sequence); }
 
  private:
   // The vectors were reserved whole, so that nothing is allocated within a step.
@@ -71,7 +54,6 @@ class CapturingCache final : public Cache {
     add(q, g.n_heads, g.head_dim_k, false, &out.q);
   }
 
-  std::unique_ptr<Cache> cache_;
   KvData* data_;
   size_t n_rows_ = 0;
 };
@@ -197,7 +179,7 @@ Result<KvData> CaptureKv(const CaptureOptions& options) {
   cache_options.max_step_tokens = kChunk;
   auto cache = Cache::Open(cache_options);
   if (!cache) return Fail(cache.error());
-  CapturingCache capturing(std::move(*cache), &data);
+  CapturingCache capturing(cache->get(), &data);
   auto sequence = capturing.Create();
   if (!sequence) return Fail(sequence.error());
   std::vector<float> logits;

@@ -13,28 +13,28 @@
 namespace kvcell {
 
 struct LayerValues {
-  std::vector<float> k;  // [n_tokens, n_kv_heads, dk], after RoPE, as appended (f16 values)
-  std::vector<float> v;  // [n_tokens, n_kv_heads, dv]
-  std::vector<float> q;  // [n_queries, n_heads, dk], of the last n_queries tokens, f32
+  std::vector<float> k = {};  // [n_tokens, n_kv_heads, dk], after RoPE, as appended (f16 values)
+  std::vector<float> v = {};  // [n_tokens, n_kv_heads, dv]
+  std::vector<float> q = {};  // [n_queries, n_heads, dk], of the last n_queries tokens, f32
 };
 
 struct KvData {
-  std::string source;  // for people: the model and text, or how the values were made
-  Geometry geometry;   // [n_layers]
+  std::string source = {};  // for people: the model and text, or how the values were made
+  Geometry geometry = {};   // [n_layers]
   int64_t n_tokens = 0;
   int64_t n_queries = 0;
-  std::vector<LayerValues> layers;
+  std::vector<LayerValues> layers = {};
 };
 
 struct CaptureOptions {
-  std::string model;
-  std::string text;
+  std::string model = {};
+  std::string text = {};
   int64_t tokens = 1024;     // from the text's start; kInvalidArgument where the text is shorter
   int64_t queries = 64;      // of the last tokens
   bool weights_f32 = false;  // on a copy of the model with all weights in f32
   int32_t n_threads = 0;
-  std::function<void(int64_t done, int64_t total)> on_progress;
-  std::function<bool()> should_stop;
+  std::function<void(int64_t done, int64_t total)> on_progress = {};
+  std::function<bool()> should_stop = {};
 };
 
 // Runs the text through the model with f16 KV and keeps what its attention was given.

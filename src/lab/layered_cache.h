@@ -3,25 +3,24 @@
 
 #include <memory>
 #include <span>
-#include <string>
 #include <utility>
 #include <vector>
 
-#include "kvcell/cache.h"
+#include "lab/forwarding_cache.h"
 
 namespace kvcell {
 
 // Several caches of one geometry that are driven as one: layer l is appended to and attended in cache choice[l] alone.
-// One sequence, created in all of them at once. Memory for all layers is set aside in each.
-class LayeredCache final : public Cache {
+// Sequences are created, fed and freed in all of them; nothing else is asked of it. Memory for all layers is set aside
+// in each.
+class LayeredCache final : public ForwardingCache {
  public:
   LayeredCache(std::vector<std::unique_ptr<Cache>> caches, std::vector<size_t> choice)
-      : caches_(std::move(caches)), choice_(std::move(choice)) {}
+      : ForwardingCache(caches.front().get()), caches_(std::move(caches)), choice_(std::move(choice)) {}
 
-  // Takes effect for sequences created from now on.
+  // For sequences created from now on.
   void SetChoice(std::vector<size_t> choice) { choice_ = std::move(choice); }
 
-  const CacheOptions& options() const override { return caches_.front()->options(); }
   Result<SequenceId> Create() override {
     Result<SequenceId> first = caches_.front()->Create();
     for (size_t c = 1; first && c < caches_.size(); ++c) {
@@ -31,15 +30,10 @@ class LayeredCache final : public Cache {
     }
     return first;
   }
-  Result<SequenceId> Fork(SequenceId) override { return Fail(StatusCode::kUnsupported, "layered caches do not fork"); }
   Status Free(SequenceId sequence) override {
-    return All([&](Cache* cache) { return cache->Free(sequence); });
+    for (auto& cache : caches_) KVCELL_RETURN_IF_ERROR(cache->Free(sequence));
+    return OkStatus();
   }
-  Result<int64_t> Trim(SequenceId, int64_t) override {
-    return Fail(StatusCode::kUnsupported, "layered caches do not trim");
-  }
-  int64_t Length(SequenceId sequence) const override { return caches_.front()->Length(sequence); }
-  std::span<const Token> Tokens(SequenceId sequence) const override { return caches_.front()->Tokens(sequence); }
   Status Begin(std::span<const StepItem> items) override {
     for (size_t c = 0; c < caches_.size(); ++c) {
       if (Status status = caches_[c]->Begin(items); !status.ok()) {
@@ -53,34 +47,15 @@ class LayeredCache final : public Cache {
                int n_parts) noexcept override {
     caches_[choice_[static_cast<size_t>(layer)]]->Compute(layer, k, v, q, out, part, n_parts);
   }
-  Status Append(int layer, const float* k, const float* v) override {
-    return caches_[choice_[static_cast<size_t>(layer)]]->Append(layer, k, v);
-  }
-  Status Attend(int layer, const float* q, float* out) override {
-    return caches_[choice_[static_cast<size_t>(layer)]]->Attend(layer, q, out);
-  }
   Status Commit() override {
-    return All([](Cache* cache) { return cache->Commit(); });
+    for (auto& cache : caches_) KVCELL_RETURN_IF_ERROR(cache->Commit());
+    return OkStatus();
   }
   void Abort() override {
     for (auto& cache : caches_) cache->Abort();
   }
-  Status Save(SequenceId, const std::string&, std::span<const float>, const std::string&) override {
-    return Status(StatusCode::kUnsupported, "layered caches are not saved");
-  }
-  Result<OpenedSession> OpenSession(const std::string&) override {
-    return Fail(StatusCode::kUnsupported, "layered caches are not saved");
-  }
-  CacheStats Stats() const override { return caches_.front()->Stats(); }
-  std::vector<CellInfo> Inspect(SequenceId sequence) const override { return caches_.front()->Inspect(sequence); }
 
  private:
-  template <typename Function>
-  Status All(const Function& function) {
-    for (auto& cache : caches_) KVCELL_RETURN_IF_ERROR(function(cache.get()));
-    return OkStatus();
-  }
-
   std::vector<std::unique_ptr<Cache>> caches_;
   std::vector<size_t> choice_;
 };

@@ -73,11 +73,11 @@ std::string Bars(const std::vector<Experiment::Bar>& bars) {
 
 struct Point {
   double x = 0, y = 0;
-  std::string label;
+  std::string label = {};
 };
 struct Series {
-  std::string name;
-  std::vector<Point> points;
+  std::string name = {};
+  std::vector<Point> points = {};
   bool line = true;
 };
 

@@ -12,10 +12,10 @@
 namespace kvcell {
 
 struct ReportInput {
-  std::string title;    // the model
-  std::string machine;  // instruction set, threads
-  std::vector<Experiment> experiments;
-  std::vector<nlohmann::json> measurements;  // what `kvcell lab ... --json` printed; "command" says which
+  std::string title = {};    // the model
+  std::string machine = {};  // instruction set, threads
+  std::vector<Experiment> experiments = {};
+  std::vector<nlohmann::json> measurements = {};  // what `kvcell lab ... --json` printed; "command" says which
 };
 
 // The page: no script, no file or address outside it.

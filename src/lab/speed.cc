@@ -323,6 +323,9 @@ class CapacityRun {
 
   // One step of a single sequence, with or without attention. kOutOfBudget when there is no room.
   Status Append(Cache* cache, SequenceId sequence, int64_t n) {
+    // Other tokens in each sequence and block: nothing can be shared by content.
+    const int64_t from = cache->Length(sequence) + 31 * sequence;
+    for (size_t i = 0; i < tokens_.size(); ++i) tokens_[i] = static_cast<Token>((from + static_cast<int64_t>(i)) % 499);
     const StepItem item{sequence, std::span(tokens_).first(static_cast<size_t>(n))};
     KVCELL_RETURN_IF_ERROR(cache->Begin({&item, 1}));
     for (size_t l = 0; l < options_.geometry.size(); ++l) {

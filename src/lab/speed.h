@@ -18,13 +18,13 @@ struct LatencyOptions {
   std::vector<std::string> codecs = {"i4"};
   int32_t n_threads = 0;
   double seconds = 0.5;  // of measuring for each way and context, all ways alternating
-  std::function<void(int64_t done, int64_t total)> on_context;
-  std::function<bool()> should_stop;
+  std::function<void(int64_t done, int64_t total)> on_context = {};
+  std::function<bool()> should_stop = {};
 };
 
 struct LatencyRow {
-  std::string codec;  // "f16" for the reference
-  std::string way;    // "f16", "dequantized" (decoded to f16 cells, then attended), "in place"
+  std::string codec = {};  // "f16" for the reference
+  std::string way = {};    // "f16", "dequantized" (decoded to f16 cells, then attended), "in place"
   int64_t context = 0;
   double ms = 0;       // median of one decode step's attention over one layer
   uint64_t bytes = 0;  // of K and V read from memory per step
@@ -34,27 +34,27 @@ struct LatencyRow {
 Result<std::vector<LatencyRow>> MeasureLatency(const LatencyOptions& options);
 
 struct CapacityOptions {
-  Geometry geometry;
-  std::string shape;  // for people: "Llama-2-7B"
-  std::string model;  // with a model: real decode steps; "": made K and V through the cache alone
+  Geometry geometry = {};
+  std::string shape = {};  // for people: "Llama-2-7B"
+  std::string model = {};  // with a model: real decode steps; "": made K and V through the cache alone
   uint64_t budget = uint64_t{1} << 30;
   std::vector<std::string> codecs = {"f16", "i8", "i4"};
   int64_t sequence_tokens = 1024;  // of each sequence when the largest batch is looked for
   int64_t max_context = 0;         // stop there all the same; 0: never
   int32_t n_threads = 0;
-  std::function<void(int64_t done, int64_t total)> on_codec;
-  std::function<bool()> should_stop;
+  std::function<void(int64_t done, int64_t total)> on_codec = {};
+  std::function<bool()> should_stop = {};
 };
 
 struct CapacityRow {
-  std::string shape, codec;
+  std::string shape = {}, codec = {};
   double bits = 0;
   int64_t context = 0;         // tokens of one sequence when the budget was hit
   uint64_t context_bytes = 0;  // that were in use then
   int64_t batch = 0;           // sequences of `sequence_tokens` when the budget was hit
   uint64_t batch_bytes = 0;
   double tokens_per_s = 0;  // of all sequences of that batch together, decoding
-  std::string limit;        // what ended the context: "budget" or "max_context"
+  std::string limit = {};   // what ended the context: "budget" or "max_context"
 };
 // Appends until the cache refuses, for one sequence and for as many as fit. Same errors.
 Result<std::vector<CapacityRow>> MeasureCapacity(const CapacityOptions& options);

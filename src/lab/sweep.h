@@ -14,15 +14,15 @@ namespace kvcell {
 
 struct SweepOptions {
   std::string codec = "i4";
-  std::string store;  // directory for the reading times; made, filled and emptied again; "": none are measured
-  std::function<void(int64_t done, int64_t total)> on_part;
-  std::function<bool()> should_stop;
+  std::string store = {};  // directory for the reading times; made, filled and emptied again; "": none are measured
+  std::function<void(int64_t done, int64_t total)> on_part = {};
+  std::function<bool()> should_stop = {};
 };
 
 // A scale for more and more values: 4-bit uniform levels, scales from absmax, no rotation, nothing else.
 struct GranularityRow {
-  std::string scope;      // "tensor", "layer", "head", "token", "group 128", "group 64", "group 32"
-  double scale_bits = 0;  // per element
+  std::string scope = {};  // "tensor", "layer", "head", "token", "group 128", "group 64", "group 32"
+  double scale_bits = 0;   // per element
   double k_relative = 0, v_relative = 0;
 };
 
@@ -41,17 +41,17 @@ struct LocalityRow {
 
 // Reading a block's cells back from files.
 struct ReadRow {
-  std::string from;  // "page cache", "disk"
+  std::string from = {};  // "page cache", "disk"
   double us_per_mib = 0;
   double gb_s = 0;
 };
 
 struct SweepResult {
-  std::vector<GranularityRow> granularity;
-  std::vector<ExactRow> exact;
-  std::vector<LocalityRow> locality;
+  std::vector<GranularityRow> granularity = {};
+  std::vector<ExactRow> exact = {};
+  std::vector<LocalityRow> locality = {};
   double first_tokens_mass = 0;  // on the first 4 tokens
-  std::vector<ReadRow> reads;
+  std::vector<ReadRow> reads = {};
 };
 // kInvalidArgument, kIoError, kCancelled.
 Result<SweepResult> MeasureSweep(const KvData& data, const SweepOptions& options);

@@ -562,7 +562,6 @@ class Sessions(CliTest):
         self.assertIn("no such command", done.stderr)
         self.assertIn("talk", [s["name"] for s in self.json("sessions", "ls", "--store", self.store)["sessions"]])
 
-
     def test_sigterm_in_an_answer_ends_a_chat_and_keeps_the_turn(self):
         command = [KVCELL, "chat", "-m", MODEL, "--store", self.store, "--session", "s", "-n", "4000"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
