@@ -39,12 +39,66 @@ Code CodeOf(const SideLayout& side) {
   switch (side.spec.type) {
     case SideSpec::Type::kInt8:
       return kCodeInt8;
+    case SideSpec::Type::kInt2:
+      return kCodeInt2;
+    case SideSpec::Type::kInt3:
+      return kCodeInt3;
     case SideSpec::Type::kInt4:
       return kCodeInt4;
-    case SideSpec::Type::kF16:
-      break;
+    case SideSpec::Type::kInt5:
+      return kCodeInt5;
+    case SideSpec::Type::kInt6:
+      return kCodeInt6;
+    default:
+      return kCodeF16;  // and sides for study, which no kernel sees
   }
-  return kCodeF16;
+}
+
+// Of codes that kernels look up as levels and multiply as bytes.
+constexpr bool IsLevels(Code code) { return code >= kCodeInt4; }
+
+// Scores of a block of rows against a side that no kernel attends in place: sixteen tokens at a time are decoded to
+// f32, [dim][16], and multiplied. Never a whole context, not even a whole cell.
+void ScoreDecoded(const CellLayout& layout, const std::byte* cell, int begin, int end, int n_rows, const float* q,
+                  int q_stride, float* scores) {
+  constexpr int kTile = 16;
+  static thread_local std::vector<float> rows, tile;
+  const int dim = layout.k.dim;
+  rows.resize(static_cast<size_t>(kTile * dim));
+  tile.resize(rows.size());
+  for (int t = begin / kTile * kTile; t < end; t += kTile) {
+    DecodeKeys(layout, cell, t, t + kTile, rows.data());
+    for (int i = 0; i < kTile; ++i) {
+      for (int d = 0; d < dim; ++d) tile[static_cast<size_t>(d * kTile + i)] = rows[static_cast<size_t>(i * dim + d)];
+    }
+    for (int r = 0; r < n_rows; ++r) {
+      float sum[kTile] = {};
+      for (int d = 0; d < dim; ++d) {
+        const float factor = q[r * q_stride + d];
+        for (int i = 0; i < kTile; ++i) sum[i] += factor * tile[static_cast<size_t>(d * kTile + i)];
+      }
+      std::copy_n(sum, kTile, scores + r * kBlockTokens + t);
+    }
+  }
+}
+
+// acc[r] += weights of tokens [begin, end) times V, decoded sixteen tokens at a time.
+void ValueDecoded(const CellLayout& layout, const std::byte* cell, int begin, int end, int n_rows, const float* w,
+                  float* acc, int acc_stride) {
+  constexpr int kTile = 16;
+  static thread_local std::vector<float> rows;
+  const int dim = layout.v.dim;
+  rows.resize(static_cast<size_t>(kTile * dim));
+  for (int t = begin; t < end; t += kTile) {
+    const int n = std::min(kTile, end - t);
+    DecodeValues(layout, cell, t, t + n, rows.data());
+    for (int r = 0; r < n_rows; ++r) {
+      for (int i = 0; i < n; ++i) {
+        const float factor = w[r * kBlockTokens + t + i];
+        for (int d = 0; d < dim; ++d) acc[r * acc_stride + d] += factor * rows[static_cast<size_t>(i * dim + d)];
+      }
+    }
+  }
 }
 
 template <typename T>
@@ -138,17 +192,21 @@ struct Plane {
   const std::byte* codes = nullptr;
   const std::byte* prefetch = nullptr;
   const SideLayout* side = nullptr;  // null for an exact cell
+
+  bool in_place() const { return side == nullptr || side->in_place; }
 };
 
 }  // namespace
 
-Levels attention_internal::MakeLevels(SideSpec::Levels levels) {
-  const auto& table = LevelTable(levels);
-  const auto [lowest, highest] = std::minmax_element(table.begin(), table.end());
+Levels attention_internal::MakeLevels(const SideSpec& side) {
   Levels out;
-  out.bias = -*lowest;
-  for (size_t i = 0; i < table.size(); ++i) out.biased[i] = static_cast<uint8_t>(table[i] + out.bias);
-  out.half_limit = 32767 / std::max<int32_t>(*highest, -*lowest);
+  const int bits = LevelBits(side.type);
+  if (bits == 0 || !AttendedInPlace(side)) return out;
+  const LevelTable table = MakeLevelTable(bits, side.levels);
+  const auto count = static_cast<size_t>(table.count);
+  out.bias = -table.level[0];
+  for (size_t i = 0; i < count; ++i) out.biased[i] = static_cast<uint8_t>(table.level[i] + out.bias);
+  out.half_limit = 32767 / std::max<int32_t>(table.level[count - 1], -table.level[0]);
   return out;
 }
 
@@ -157,7 +215,7 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
   rows_ = rows;
   kernels_ = &ActiveKernels();
   const SideLayout& k = head.coded.k;
-  const Code code = CodeOf(k);
+  const Code code = k.in_place ? CodeOf(k) : kCodeF16;  // what is decoded is attended as exact values are
   const auto n_rows = static_cast<size_t>(rows.n_rows);
   stride_ = Pad16(head.dk);
   const auto copies = static_cast<size_t>(kernels_->copies);
@@ -167,12 +225,12 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
   if (code != kCodeF16) {
     Grow(&coded_, n_rows * stride);
     Grow(&scale_, n_rows * static_cast<size_t>(scale_stride_));
-    if (code == kCodeInt4) Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
+    if (IsLevels(code)) Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
   }
   if (code == kCodeInt8) Grow(&int16_, n_rows * stride);
-  if (code == kCodeInt4) Grow(&int8_, n_rows * stride * copies);
+  if (IsLevels(code)) Grow(&int8_, n_rows * stride * copies);
 
-  const Levels levels = MakeLevels(k.spec.levels);
+  const Levels levels = MakeLevels(k.spec);
   int8_t rounded[kMaxHeadDim];
 
   first_begin_ = std::numeric_limits<int64_t>::max();
@@ -188,7 +246,7 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
     if (code == kCodeF16) continue;
     float* coded = coded_.data() + r * stride;
     std::copy_n(exact, stride, coded);
-    if (k.spec.rotate) RotateInPlace(k, coded);
+    RotateInPlace(k, coded);
     for (int g = 0; g < k.n_groups; ++g) {
       const int begin = g * k.spec.group;
       const int n = std::min<int>(k.spec.group, stride_ - begin);
@@ -215,7 +273,7 @@ void Partial::Reset(const HeadContext& head, int n_rows) {
   max_.assign(rows, kNone);
   sum_.assign(rows, 0.0f);
   values_.assign(values, 0.0f);
-  rotated_.assign(head.coded.v.spec.rotate ? values : 0, 0.0f);
+  rotated_.assign(head.coded.v.rotated() ? values : 0, 0.0f);
 }
 
 void Partial::RaiseMax(const KernelSet& kernels, size_t row, float max) {
@@ -261,7 +319,7 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
   const QueryRows& rows = queries.rows_;
   const CellLayout& coded = head.coded;
   const auto n_rows = static_cast<size_t>(rows.n_rows);
-  const Levels k_levels = MakeLevels(coded.k.spec.levels), v_levels = MakeLevels(coded.v.spec.levels);
+  const Levels k_levels = MakeLevels(coded.k.spec), v_levels = MakeLevels(coded.v.spec);
   const bool plain_scores = head.softcap <= 0.0f && rows.alibi_slope == nullptr;
   if (weights != nullptr) std::fill_n(weights, cells.size() * n_rows, CellWeight{kNone, 0.0f});
 
@@ -311,7 +369,7 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       if (!scales_ready) {
         scales_ready = true;
         for (const auto& [plane, out] : {std::pair(&k, scratch.k_scale), std::pair(&v, scratch.v_scale)}) {
-          if (plane->code == kCodeF16) continue;
+          if (plane->code == kCodeF16 || !plane->in_place()) continue;
           kernels.expand_scales(cell.bytes + plane->side->scales, plane->side->n_groups, plane->side->rows_per_scale,
                                 cell.first, cell.last, out);
         }
@@ -320,6 +378,7 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       const auto at = static_cast<size_t>(n - 1);
       ScoreArgs score;
       score.codes = k.codes;
+      if (is_coded) score.codes_high = cell.bytes + coded.k.codes_high;
       score.prefetch = k.prefetch;
       score.dim = head.dk;
       score.dim_padded = queries.stride_;
@@ -332,10 +391,10 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       std::fill_n(scratch.bias, kMaxRows, 0.0f);
       const auto row = static_cast<size_t>(r0);
       const size_t q_at = row * static_cast<size_t>(queries.stride_);
-      if (k.code == kCodeF16) {
+      if (k.code == kCodeF16 || !k.in_place()) {
         score.q = queries.exact_.data() + q_at;
       } else {
-        if (k.code == kCodeInt4) {
+        if (IsLevels(k.code)) {
           score.q = queries.int8_.data() + q_at * static_cast<size_t>(kernels.copies);
           score.q_stride = queries.stride_ * kernels.copies;
         } else {
@@ -355,10 +414,16 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
                                   queries.coded_.data() + q_at, queries.stride_, scratch.bias);
         }
       }
-      kernels.score[k.code][at](score);
+      if (k.in_place()) {
+        kernels.score[k.code][at](score);
+      } else {
+        ScoreDecoded(coded, cell.bytes, union_begin, union_end, n, queries.exact_.data() + q_at, queries.stride_,
+                     scratch.scores);
+      }
 
       ValueArgs value;
       value.codes = v.codes;
+      if (is_coded) value.codes_high = cell.bytes + coded.v.codes_high;
       value.prefetch = v.prefetch;
       value.dim_padded = state->stride_;
       value.begin = union_begin;
@@ -367,11 +432,11 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       value.acc_stride = state->stride_;
       value.acc = is_coded && !state->rotated_.empty() ? state->rotated_.data() : state->values_.data();
       value.acc += row * static_cast<size_t>(state->stride_);
-      if (v.code != kCodeF16) {
+      if (v.code != kCodeF16 && v.in_place()) {
         value.group = v.side->n_groups == 1 ? kMaxHeadDim : v.side->spec.group;
         value.n_groups = v.side->n_groups;
         value.levels = v_levels.biased.data();
-        value.w = v.code == kCodeInt4 ? static_cast<const void*>(scratch.w8) : scratch.w16;
+        value.w = IsLevels(v.code) ? static_cast<const void*>(scratch.w8) : scratch.w16;
         value.w_scale = scratch.w_scale;
         value.w_start = scratch.w_start;
       }
@@ -399,7 +464,12 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
         state->sum_[r] += sum[b];
         if (weights != nullptr) weights[i * n_rows + r] = {max[b], sum[b]};
       }
-      if (v.code == kCodeInt4) {
+      if (!v.in_place()) {
+        ValueDecoded(coded, cell.bytes, union_begin, union_end, n, scratch.scores, value.acc, value.acc_stride);
+        r0 += n;
+        continue;
+      }
+      if (IsLevels(v.code)) {
         kernels.weights8[at](scratch.scores, scratch.v_scale, value.n_groups, v_levels, scratch.w8, scratch.w_scale,
                              scratch.w_start);
       } else if (v.code == kCodeInt8) {

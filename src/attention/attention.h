@@ -72,7 +72,7 @@ class PreparedQueries {
   std::vector<float> exact_;    // [n_rows][stride] plain, score scale folded in: for exact cells
   std::vector<float> coded_;    // [n_rows][stride] rotated, score scale folded in: for offsets and f16 codes
   std::vector<int16_t> int16_;  // [n_rows][stride] rounded per group: for int8 codes
-  std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int4 codes
+  std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int2 to int6 codes
   std::vector<float> scale_;    // [n_rows][n_groups][copies] of the rounded forms
   std::vector<int32_t> start_;  // the same: what a group's integer sum starts from (level bias taken off)
 };

@@ -140,12 +140,77 @@ void OffsetBias(const std::byte* offset, float scale, int dim_padded, const floa
   StoreRows<R>(bias, _mm_mul_ps(Reduce<R>(s, AddOp()), _mm_set1_ps(scale)));
 }
 
-// Decodes 32 code bytes to 64 levels: the low nibbles' in `lo`, the high nibbles' in `hi`.
-KVCELL_INLINE void Decode4(const std::byte* p, __m256i table, __m256i* lo, __m256i* hi) {
-  const __m256i nibble = _mm256_set1_epi8(15);
-  const __m256i x = Load(p);
-  *lo = _mm256_shuffle_epi8(table, _mm256_and_si256(x, nibble));
-  *hi = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble));
+// The planes of one tile's codes as a kernel walks them, chunk after chunk: a chunk is 8 values a lane.
+struct CodeLines {
+  const std::byte* codes;
+  const std::byte* high;
+};
+template <int kBits>
+KVCELL_INLINE CodeLines LinesAt(CodeLines lines, ptrdiff_t chunk) {
+  constexpr int kHigh = HighBits(kBits);
+  lines.codes += chunk * 16 * LowBits(kBits);
+  if (kHigh > 0) lines.high += chunk * 16 * kHigh;
+  return lines;
+}
+
+// Levels of codes, looked up in tables of 16; int6 codes are their biased levels.
+template <int kBits>
+struct LevelTables {
+  __m256i low, high;
+  KVCELL_INLINE explicit LevelTables(const uint8_t* levels)
+      : low(_mm256_broadcastsi128_si256(Load128(levels))),
+        high(kBits == 5 ? _mm256_broadcastsi128_si256(Load128(levels + 16)) : low) {}
+};
+
+// All-ones in the bytes whose bit of the 32 is set.
+KVCELL_INLINE __m256i BitsToBytes(const std::byte* p) {
+  const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
+                                          2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+  const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201ull));
+  const __m256i bytes = _mm256_shuffle_epi8(Broadcast4(p), spread);
+  return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
+}
+
+template <int kShift>
+KVCELL_INLINE __m256i Crumbs(__m256i x) {
+  return _mm256_and_si256(kShift == 0 ? x : _mm256_srli_epi16(x, kShift), _mm256_set1_epi8(3));
+}
+
+// Decodes two chunks of one half of a tile: 8 lanes of 16 values, as 4 registers of 4 values a lane.
+template <int kBits, int kHalf>
+KVCELL_INLINE void DecodeChunks(CodeLines lines, const LevelTables<kBits>& tables, __m256i level[4]) {
+  const std::byte* codes = lines.codes + kHalf * 32;
+  if (LowBits(kBits) == 4) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+#pragma GCC unroll 2
+    for (int c = 0; c < 2; ++c) {
+      const __m256i x = Load(codes + c * 64);
+      level[2 * c] = _mm256_and_si256(x, nibble);
+      level[2 * c + 1] = _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble);
+    }
+  } else {
+    const __m256i x = Load(codes);
+    level[0] = Crumbs<0>(x);
+    level[1] = Crumbs<2>(x);
+    level[2] = Crumbs<4>(x);
+    level[3] = Crumbs<6>(x);
+  }
+  if (kBits == 6) {
+    const __m256i x = Load(lines.high + kHalf * 32);
+    level[0] = _mm256_or_si256(level[0], _mm256_slli_epi16(Crumbs<0>(x), 4));
+    level[1] = _mm256_or_si256(level[1], _mm256_slli_epi16(Crumbs<2>(x), 4));
+    level[2] = _mm256_or_si256(level[2], _mm256_slli_epi16(Crumbs<4>(x), 4));
+    level[3] = _mm256_or_si256(level[3], _mm256_slli_epi16(Crumbs<6>(x), 4));
+    return;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const std::byte* bits = lines.high + i * 8 + kHalf * 4;
+    if (kBits == 3) level[i] = _mm256_or_si256(level[i], _mm256_and_si256(BitsToBytes(bits), _mm256_set1_epi8(4)));
+    const __m256i low = _mm256_shuffle_epi8(tables.low, level[i]);
+    level[i] =
+        kBits == 5 ? _mm256_blendv_epi8(low, _mm256_shuffle_epi8(tables.high, level[i]), BitsToBytes(bits)) : low;
+  }
 }
 
 // Tells the compiler that x may have changed, so that g++ does not regroup sums over many steps, which takes more
@@ -161,29 +226,35 @@ constexpr int kCopies = 8;  // of each four bytes of q or weights: 32 bytes, the
 
 // acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk, added in 16
 // bits, which Levels::half_limit makes room for. The two halves fetch every other line each, evenly spread in time.
-template <int R, int kHalf>
-KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m256i table,
-                           const int8_t* x, ptrdiff_t x_stride, __m256i acc[R]) {
+template <int kBits, int R, int kHalf>
+KVCELL_INLINE void DotLevels(CodeLines lines, const std::byte* prefetch, int n_chunks, const LevelTables<kBits>& tables,
+                             const int8_t* x, ptrdiff_t x_stride, __m256i acc[R]) {
   const int8_t* rows[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     rows[r] = x + r * x_stride;
     Pin(&rows[r]);
   }
-  Pin(&codes);
+  Pin(&lines.codes);
+  if (HighBits(kBits) > 0) Pin(&lines.high);
   Pin(&prefetch);
-#pragma GCC unroll 8
-  for (int c = 0; c < n_chunks; ++c) {
-    __m256i lo, hi;
-    Decode4(codes + c * 64, table, &lo, &hi);
-    if (c % 2 == kHalf) Prefetch(prefetch + c * 64);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const int8_t* xc = rows[r] + c * 8 * kCopies;
-      const __m256i products =
-          _mm256_add_epi16(_mm256_maddubs_epi16(lo, Load(xc)), _mm256_maddubs_epi16(hi, Load(xc + 32)));
-      acc[r] = _mm256_add_epi16(acc[r], products);
-      Pin(&acc[r]);
+  for (int c = 0; c < n_chunks; c += 2) {
+    __m256i level[4];
+    DecodeChunks<kBits, kHalf>(LinesAt<kBits>(lines, c), tables, level);
+    // A pair of chunks is kBits * 32 bytes of a cell.
+    Prefetch(prefetch + c * 16 * kBits + kHalf * 64);
+    if (kBits > 4 && kHalf == 0) Prefetch(prefetch + c * 16 * kBits + 128);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const int8_t* xc = rows[r] + (c + half) * 8 * kCopies;
+        const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(level[2 * half], Load(xc)),
+                                                  _mm256_maddubs_epi16(level[2 * half + 1], Load(xc + 32)));
+        acc[r] = _mm256_add_epi16(acc[r], products);
+        Pin(&acc[r]);
+      }
     }
   }
 }
@@ -191,13 +262,13 @@ KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, in
 KVCELL_INLINE __m256 SumHalves(__m256i acc) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1))); }
 
 // kChunks: of a group, where it is known at compile time; else 0.
-template <int R, int kHalf, int kChunks>
-KVCELL_INLINE void ScoreInt4HalfTile(const ScoreArgs& a, int t, __m256i table) {
+template <int kBits, int R, int kHalf, int kChunks>
+KVCELL_INLINE void ScoreLevelsHalfTile(const ScoreArgs& a, int t, const LevelTables<kBits>& tables) {
   const int n_chunks = a.dim_padded / 8;
   const int group_chunks = kChunks != 0 ? kChunks : a.group / 8;
-  const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks * 64;
-  const std::byte* codes = a.codes + tile + kHalf * 32;
-  const std::byte* prefetch = a.prefetch + tile;
+  const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks;
+  const CodeLines lines = LinesAt<kBits>({a.codes, a.codes_high}, tile);
+  const std::byte* prefetch = a.prefetch + tile * 16 * kBits;
   const int8_t* q = static_cast<const int8_t*>(a.q);
   __m256 s[R];
 #pragma GCC unroll 4
@@ -208,7 +279,8 @@ KVCELL_INLINE void ScoreInt4HalfTile(const ScoreArgs& a, int t, __m256i table) {
     __m256i acc[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) acc[r] = Load(a.q_start + r * a.scale_stride + g * kCopies);
-    DotInt4<R, kHalf>(codes + c * 64, prefetch + c * 64, n, table, q + c * 8 * kCopies, a.q_stride, acc);
+    DotLevels<kBits, R, kHalf>(LinesAt<kBits>(lines, c), prefetch + c * 16 * kBits, n, tables, q + c * 8 * kCopies,
+                               a.q_stride, acc);
     const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
@@ -220,33 +292,33 @@ KVCELL_INLINE void ScoreInt4HalfTile(const ScoreArgs& a, int t, __m256i table) {
   for (int r = 0; r < R; ++r) _mm256_storeu_ps(a.scores + r * kBlockTokens + t, s[r]);
 }
 
-template <int R, int kChunks>
-KVCELL_INLINE void ScoreInt4Tiles(const ScoreArgs& a) {
-  const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
+template <int kBits, int R, int kChunks>
+KVCELL_INLINE void ScoreLevelsTiles(const ScoreArgs& a) {
+  const LevelTables<kBits> tables(a.levels);
   for (int t = 0; t < kBlockTokens; t += 16) {
-    ScoreInt4HalfTile<R, 0, kChunks>(a, t, table);
-    ScoreInt4HalfTile<R, 1, kChunks>(a, t + 8, table);
+    ScoreLevelsHalfTile<kBits, R, 0, kChunks>(a, t, tables);
+    ScoreLevelsHalfTile<kBits, R, 1, kChunks>(a, t + 8, tables);
   }
 }
 
-template <int R>
-void ScoreInt4(const ScoreArgs& a) {
-  if (a.group == 32 && a.dim_padded % 32 == 0) return ScoreInt4Tiles<R, 4>(a);
-  if (a.group == 64 && a.dim_padded % 64 == 0) return ScoreInt4Tiles<R, 8>(a);
-  ScoreInt4Tiles<R, 0>(a);
+template <int kBits, int R>
+void ScoreLevels(const ScoreArgs& a) {
+  if (a.group == 32 && a.dim_padded % 32 == 0) return ScoreLevelsTiles<kBits, R, 4>(a);
+  if (a.group == 64 && a.dim_padded % 64 == 0) return ScoreLevelsTiles<kBits, R, 8>(a);
+  ScoreLevelsTiles<kBits, R, 0>(a);
 }
 
-template <int R, int kHalf>
-KVCELL_INLINE void ValueInt4HalfTile(const ValueArgs& a, int d, __m256i table) {
+template <int kBits, int R, int kHalf>
+KVCELL_INLINE void ValueLevelsHalfTile(const ValueArgs& a, int d, const LevelTables<kBits>& tables) {
   constexpr int kChunks = kBlockTokens / 8;
-  const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * kChunks * 64;
+  const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * kChunks;
   const int g = d / a.group;
   const int8_t* w = static_cast<const int8_t*>(a.w) + g * kWeightStride;
   __m256i acc[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) acc[r] = Load(a.w_start + (r * a.n_groups + g) * kCopies);
-  DotInt4<R, kHalf>(a.codes + tile + kHalf * 32, a.prefetch + tile, kChunks, table, w,
-                    static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
+  DotLevels<kBits, R, kHalf>(LinesAt<kBits>({a.codes, a.codes_high}, tile), a.prefetch + tile * 16 * kBits, kChunks,
+                             tables, w, static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
@@ -255,12 +327,12 @@ KVCELL_INLINE void ValueInt4HalfTile(const ValueArgs& a, int d, __m256i table) {
   }
 }
 
-template <int R>
-void ValueInt4(const ValueArgs& a) {
-  const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
+template <int kBits, int R>
+void ValueLevels(const ValueArgs& a) {
+  const LevelTables<kBits> tables(a.levels);
   for (int d = 0; d < a.dim_padded; d += 16) {
-    ValueInt4HalfTile<R, 0>(a, d, table);
-    ValueInt4HalfTile<R, 1>(a, d + 8, table);
+    ValueLevelsHalfTile<kBits, R, 0>(a, d, tables);
+    ValueLevelsHalfTile<kBits, R, 1>(a, d + 8, tables);
   }
 }
 
@@ -601,6 +673,15 @@ void Scale(float* x, int n, float factor) {
   for (int i = 0; i < n; i += 8) _mm256_storeu_ps(x + i, _mm256_mul_ps(_mm256_loadu_ps(x + i), f));
 }
 
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ScoreArgs&)> ScoreRows() {
+  return {ScoreLevels<kBits, 1>, ScoreLevels<kBits, 2>, ScoreLevels<kBits, 3>, ScoreLevels<kBits, 4>};
+}
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ValueArgs&)> ValueRows() {
+  return {ValueLevels<kBits, 1>, ValueLevels<kBits, 2>, ValueLevels<kBits, 3>, ValueLevels<kBits, 4>};
+}
+
 }  // namespace
 }  // namespace kvcell::attention_internal
 
@@ -630,10 +711,18 @@ const KernelSet& Avx2Kernels() {
       .offset_bias = {OffsetBias<1>, OffsetBias<2>, OffsetBias<3>, OffsetBias<4>},
       .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
                  {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
-                 {ScoreInt4<1>, ScoreInt4<2>, ScoreInt4<3>, ScoreInt4<4>}}},
+                 ScoreRows<4>(),
+                 ScoreRows<2>(),
+                 ScoreRows<3>(),
+                 ScoreRows<5>(),
+                 ScoreRows<6>()}},
       .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
                  {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
-                 {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
+                 ValueRows<4>(),
+                 ValueRows<2>(),
+                 ValueRows<3>(),
+                 ValueRows<5>(),
+                 ValueRows<6>()}},
       .softmax = {Softmax<1>, Softmax<2>, Softmax<3>, Softmax<4>},
       .weights8 = {Weights8<1>, Weights8<2>, Weights8<3>, Weights8<4>},
       .weights16 = {Weights16<1>, Weights16<2>, Weights16<3>, Weights16<4>},

@@ -86,60 +86,100 @@ void OffsetBias(const std::byte* offset, float scale, int dim_padded, const floa
   for (int r = 0; r < R; ++r) bias[r] = vaddvq_f32(s[r]) * scale;
 }
 
-// One line of int4 codes: levels of the low nibbles, then of the high ones.
-struct Line4 {
-  int8x16_t low[4], high[4];
+// The planes of one tile's codes as a kernel walks them, chunk after chunk: a chunk is 8 values a lane.
+struct CodeLines {
+  const std::byte* codes;
+  const std::byte* high;
 };
-KVCELL_INLINE Line4 Decode4(const std::byte* line, int8x16_t table) {
-  Line4 x;
-#pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
-    const uint8x16_t codes = vreinterpretq_u8_s8(Load8(line + i * 16));
-    x.low[i] = vqtbl1q_s8(table, vandq_u8(codes, vdupq_n_u8(15)));
-    x.high[i] = vqtbl1q_s8(table, vshrq_n_u8(codes, 4));
+template <int kBits>
+KVCELL_INLINE CodeLines LinesAt(CodeLines lines, ptrdiff_t chunk) {
+  constexpr int kHigh = HighBits(kBits);
+  lines.codes += chunk * 16 * LowBits(kBits);
+  if (kHigh > 0) lines.high += chunk * 16 * kHigh;
+  return lines;
+}
+
+KVCELL_INLINE uint8x16_t LoadU8(const std::byte* p) { return vld1q_u8(reinterpret_cast<const uint8_t*>(p)); }
+
+// All-ones in the bytes whose bit of the 16 is set.
+KVCELL_INLINE uint8x16_t BitsToBytes(const std::byte* p) {
+  const uint8x16_t bit = vcombine_u8(vcreate_u8(0x8040201008040201ull), vcreate_u8(0x8040201008040201ull));
+  const uint8x16_t bytes = vcombine_u8(vdup_n_u8(static_cast<uint8_t>(p[0])), vdup_n_u8(static_cast<uint8_t>(p[1])));
+  return vtstq_u8(bytes, bit);
+}
+
+// Levels of four lanes (quarter `i` of a tile) of two chunks: 4 registers of 4 values a lane. The table has 16 or 32
+// levels; int6 codes are their biased levels.
+template <int kBits>
+KVCELL_INLINE void DecodeChunks(CodeLines lines, int i, const uint8_t* levels, int8x16_t level[4]) {
+  uint8x16_t code[4];
+  if (LowBits(kBits) == 4) {
+    for (int c = 0; c < 2; ++c) {
+      const uint8x16_t x = LoadU8(lines.codes + c * 64 + i * 16);
+      code[2 * c] = vandq_u8(x, vdupq_n_u8(15));
+      code[2 * c + 1] = vshrq_n_u8(x, 4);
+    }
+  } else {
+    const uint8x16_t x = LoadU8(lines.codes + i * 16), three = vdupq_n_u8(3);
+    code[0] = vandq_u8(x, three);
+    code[1] = vandq_u8(vshrq_n_u8(x, 2), three);
+    code[2] = vandq_u8(vshrq_n_u8(x, 4), three);
+    code[3] = vshrq_n_u8(x, 6);
   }
-  return x;
+  if (kBits == 6) {
+    const uint8x16_t x = LoadU8(lines.high + i * 16), high = vdupq_n_u8(48);
+    code[0] = vorrq_u8(code[0], vandq_u8(vshlq_n_u8(x, 4), high));
+    code[1] = vorrq_u8(code[1], vandq_u8(vshlq_n_u8(x, 2), high));
+    code[2] = vorrq_u8(code[2], vandq_u8(x, high));
+    code[3] = vorrq_u8(code[3], vandq_u8(vshrq_n_u8(x, 2), high));
+    for (int j = 0; j < 4; ++j) level[j] = vreinterpretq_s8_u8(code[j]);
+    return;
+  }
+  for (int j = 0; j < 4; ++j) {
+    const std::byte* bits = lines.high + j * 8 + i * 2;
+    if (kBits == 3) code[j] = vorrq_u8(code[j], vandq_u8(BitsToBytes(bits), vdupq_n_u8(4)));
+    if (kBits == 5) {
+      const uint8x16x2_t table = {{vld1q_u8(levels), vld1q_u8(levels + 16)}};
+      code[j] = vorrq_u8(code[j], vandq_u8(BitsToBytes(bits), vdupq_n_u8(16)));
+      level[j] = vreinterpretq_s8_u8(vqtbl2q_u8(table, code[j]));
+    } else {
+      level[j] = vreinterpretq_s8_u8(vqtbl1q_u8(vld1q_u8(levels), code[j]));
+    }
+  }
 }
 
 // acc[r] += levels . x[r] over an even number of chunks of 8 values; x holds bytes as they follow each other.
-template <int R>
-KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, int8x16_t table,
-                           const int8_t* x, ptrdiff_t x_stride, int32x4_t acc[R][4]) {
+template <int kBits, int R>
+KVCELL_INLINE void DotLevels(CodeLines lines, const std::byte* prefetch, int n_chunks, const uint8_t* levels,
+                             const int8_t* x, ptrdiff_t x_stride, int32x4_t acc[R][4]) {
   for (int c = 0; c < n_chunks; c += 2) {
     int8x16_t factors[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) factors[r] = Load8(x + r * x_stride + c * 8);
-    const Line4 first = Decode4(codes + c * 64, table);
-    Prefetch(prefetch + c * 64);
+    for (int line = 0; line < kBits * 32; line += 64) Prefetch(prefetch + c * 16 * kBits + line);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < 4; ++i) {
+      int8x16_t level[4];
+      DecodeChunks<kBits>(LinesAt<kBits>(lines, c), i, levels, level);
 #pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        acc[r][i] = vdotq_laneq_s32(acc[r][i], first.low[i], factors[r], 0);
-        acc[r][i] = vdotq_laneq_s32(acc[r][i], first.high[i], factors[r], 1);
-      }
-    }
-    const Line4 second = Decode4(codes + c * 64 + 64, table);
-    Prefetch(prefetch + c * 64 + 64);
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 4
-      for (int i = 0; i < 4; ++i) {
-        acc[r][i] = vdotq_laneq_s32(acc[r][i], second.low[i], factors[r], 2);
-        acc[r][i] = vdotq_laneq_s32(acc[r][i], second.high[i], factors[r], 3);
+      for (int r = 0; r < R; ++r) {
+        acc[r][i] = vdotq_laneq_s32(acc[r][i], level[0], factors[r], 0);
+        acc[r][i] = vdotq_laneq_s32(acc[r][i], level[1], factors[r], 1);
+        acc[r][i] = vdotq_laneq_s32(acc[r][i], level[2], factors[r], 2);
+        acc[r][i] = vdotq_laneq_s32(acc[r][i], level[3], factors[r], 3);
       }
     }
   }
 }
 
-template <int R>
-void ScoreInt4(const ScoreArgs& a) {
-  const int8x16_t table = Load8(a.levels);
+template <int kBits, int R>
+void ScoreLevels(const ScoreArgs& a) {
   const int n_chunks = a.dim_padded / 8;
   const int group_chunks = a.group / 8;
   const int8_t* q = static_cast<const int8_t*>(a.q);
   for (int t = 0; t < kBlockTokens; t += kTile) {
-    const ptrdiff_t tile = static_cast<ptrdiff_t>(t / kTile) * n_chunks * 64;
+    const ptrdiff_t tile = static_cast<ptrdiff_t>(t / kTile) * n_chunks;
+    const CodeLines lines = LinesAt<kBits>({a.codes, a.codes_high}, tile);
     float32x4_t s[R][4];
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < 4; ++i) s[r][i] = vdupq_n_f32(a.bias[r]);
@@ -151,7 +191,8 @@ void ScoreInt4(const ScoreArgs& a) {
       for (int r = 0; r < R; ++r) {
         for (int i = 0; i < 4; ++i) acc[r][i] = vdupq_n_s32(a.q_start[r * a.scale_stride + g]);
       }
-      DotInt4<R>(a.codes + tile + c * 64, a.prefetch + tile + c * 64, n, table, q + c * 8, a.q_stride, acc);
+      DotLevels<kBits, R>(LinesAt<kBits>(lines, c), a.prefetch + (tile + c) * 16 * kBits, n, a.levels, q + c * 8,
+                          a.q_stride, acc);
       for (int r = 0; r < R; ++r) {
         const float q_scale = a.q_scale[r * a.scale_stride + g];
         for (int i = 0; i < 4; ++i) {
@@ -166,20 +207,19 @@ void ScoreInt4(const ScoreArgs& a) {
   }
 }
 
-template <int R>
-void ValueInt4(const ValueArgs& a) {
+template <int kBits, int R>
+void ValueLevels(const ValueArgs& a) {
   constexpr int kChunks = kBlockTokens / 8;
-  const int8x16_t table = Load8(a.levels);
   for (int d = 0; d < a.dim_padded; d += kTile) {
-    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / kTile) * kChunks * 64;
+    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / kTile) * kChunks;
     const int g = d / a.group;
     int32x4_t acc[R][4];
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < 4; ++i) acc[r][i] = vdupq_n_s32(a.w_start[r * a.n_groups + g]);
     }
-    DotInt4<R>(a.codes + tile, a.prefetch + tile, kChunks, table,
-               static_cast<const int8_t*>(a.w) + static_cast<ptrdiff_t>(g) * kWeightStride,
-               static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
+    DotLevels<kBits, R>(LinesAt<kBits>({a.codes, a.codes_high}, tile), a.prefetch + tile * 16 * kBits, kChunks,
+                        a.levels, static_cast<const int8_t*>(a.w) + static_cast<ptrdiff_t>(g) * kWeightStride,
+                        static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
     for (int r = 0; r < R; ++r) {
       float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
       const float scale = a.w_scale[r * a.n_groups + g];
@@ -438,6 +478,15 @@ void Scale(float* x, int n, float factor) {
   for (int i = 0; i < n; i += kLanes) vst1q_f32(x + i, vmulq_n_f32(vld1q_f32(x + i), factor));
 }
 
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ScoreArgs&)> ScoreRows() {
+  return {ScoreLevels<kBits, 1>, ScoreLevels<kBits, 2>, ScoreLevels<kBits, 3>, ScoreLevels<kBits, 4>};
+}
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ValueArgs&)> ValueRows() {
+  return {ValueLevels<kBits, 1>, ValueLevels<kBits, 2>, ValueLevels<kBits, 3>, ValueLevels<kBits, 4>};
+}
+
 }  // namespace
 }  // namespace kvcell::attention_internal
 
@@ -466,10 +515,18 @@ const KernelSet& NeonKernels() {
       .offset_bias = {OffsetBias<1>, OffsetBias<2>, OffsetBias<3>, OffsetBias<4>},
       .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
                  {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
-                 {ScoreInt4<1>, ScoreInt4<2>, ScoreInt4<3>, ScoreInt4<4>}}},
+                 ScoreRows<4>(),
+                 ScoreRows<2>(),
+                 ScoreRows<3>(),
+                 ScoreRows<5>(),
+                 ScoreRows<6>()}},
       .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
                  {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
-                 {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
+                 ValueRows<4>(),
+                 ValueRows<2>(),
+                 ValueRows<3>(),
+                 ValueRows<5>(),
+                 ValueRows<6>()}},
       .softmax = {Softmax<1>, Softmax<2>, Softmax<3>, Softmax<4>},
       .weights8 = {Weights8<1>, Weights8<2>, Weights8<3>, Weights8<4>},
       .weights16 = {Weights16<1>, Weights16<2>, Weights16<3>, Weights16<4>},

@@ -314,9 +314,6 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
   const Sequence* sequence = Find(id);
   if (sequence == nullptr) return cells;
   const CellMap& map = memory_->map();
-  const auto precision = [](SideSpec::Type type) {
-    return type == SideSpec::Type::kF16 ? "f16" : type == SideSpec::Type::kInt8 ? "int8" : "int4";
-  };
   for (size_t b = 0; b < sequence->blocks.size(); ++b) {
     const Block& block = *sequence->blocks[b];
     for (size_t l = 0; l < map.layers.size(); ++l) {
@@ -331,8 +328,8 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
             std::min<int64_t>(block.position + kBlockTokens, static_cast<int64_t>(sequence->tokens.size()));
         info.state = cell.state;
         info.durable = cell.durable;
-        info.k_precision = block.sealed ? precision(layer.coded.k.spec.type) : "f16";
-        info.v_precision = block.sealed ? precision(layer.coded.v.spec.type) : "f16";
+        info.k_precision = block.sealed ? std::string(TypeName(layer.coded.k.spec.type)) : "f16";
+        info.v_precision = block.sealed ? std::string(TypeName(layer.coded.v.spec.type)) : "f16";
         info.tier = cell.state == CellState::kPersisted ? "file" : cell.state == CellState::kEvicted ? "" : "ram";
         info.length = block.sealed ? layer.coded.bytes : layer.open.bytes;
         if (cell.durable && block.places[layer.group]) {

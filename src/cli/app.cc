@@ -35,6 +35,7 @@ class Program {
     AddPrefix();
     AddLab();
     AddBench();
+    AddTune();
     AddInfo();
     AddConfig();
     AddCompletion();
@@ -208,12 +209,52 @@ class Program {
 
   void AddLab() {
     CLI::App* group = Group("lab", "measures codecs on a model");
-    CLI::App* quality =
-        Command(group, "quality", "perplexity and KL divergence by codec, against the same model's f16 KV",
-                "kvcell lab quality -m model.gguf -f text.txt --context 2048 --codec i8 i4 --weights f32 --peer");
-    parser_.Offer(quality, {"model", "file", "context", "windows", "codecs", "sinks", "recent-blocks", "peer",
-                            "weights", "threads", "state", "json", "quiet"});
-    OnChosen(quality, LabQualityCommand);
+    const auto add = [&](const char* name, const char* what, const char* example,
+                         std::initializer_list<std::string_view> options, int (*handler)(const Options&)) {
+      CLI::App* command = Command(group, name, what, example);
+      parser_.Offer(command, options);
+      OnChosen(command, handler);
+    };
+    add("export", "K and V per layer and head as .npy files, with a manifest",
+        "kvcell lab export -m model.gguf -f text.txt --context 1024 -o kv",
+        {"model", "lab-text", "lab-tokens", "lab-output", "weights", "threads", "json", "quiet"}, LabExportCommand);
+    add("stats", "what K and V look like by layer and head, and which layers should stay finer",
+        "kvcell lab stats -m model.gguf -f text.txt",
+        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "sinks", "channels", "weights", "threads", "json",
+         "quiet"},
+        LabStatsCommand);
+    add("error", "what codecs do to K, V and attention's outputs, on exported, live or made values",
+        "kvcell lab error --from kv --codec i4 i3 k=nf4,v=nf4 k=tq4,v=tq4",
+        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "sinks", "recent-blocks", "by-layer", "layers",
+         "heads", "kv-heads", "head-dim", "weights", "threads", "json", "quiet"},
+        LabErrorCommand);
+    add("quality", "perplexity and KL divergence by codec, against the same model's f16 KV",
+        "kvcell lab quality -m model.gguf -f text.txt --context 2048 --codec i8 i4 --weights f32 --peer",
+        {"model", "lab-text", "lab-context", "windows", "lab-codecs", "sinks", "recent-blocks", "peer", "weights",
+         "threads", "state", "json", "quiet"},
+        LabQualityCommand);
+    add("answers", "a fixed set of questions answered with f16 and with each codec, side by side",
+        "kvcell lab answers -m model.gguf --codec i4 i3",
+        {"model", "lab-codecs", "questions", "sinks", "recent-blocks", "threads", "state", "json", "quiet"},
+        LabAnswersCommand);
+    add("choice", "multiple choice made from the text: the true continuation among four",
+        "kvcell lab choice -m model.gguf -f text.txt --codec i4 i3 --questions 64",
+        {"model", "lab-text", "lab-codecs", "questions", "sinks", "recent-blocks", "threads", "state", "json", "quiet"},
+        LabChoiceCommand);
+    add("latency", "attention three ways: f16; decoded, then attended; attended in place",
+        "kvcell lab latency --heads 32 --kv-heads 8 --head-dim 128 --context 8192",
+        {"model", "heads", "kv-heads", "head-dim", "lab-contexts", "lab-codecs", "threads", "json", "quiet"},
+        LabLatencyCommand);
+    add("capacity", "the longest context and the largest batch that a memory budget holds, by running until it is hit",
+        "kvcell lab capacity -m model.gguf --ram-budget 256MiB",
+        {"model", "lab-codecs", "ram-budget", "threads", "json", "quiet"}, LabCapacityCommand);
+    add("sweep", "error by granularity and exact area, where attention looks, reading from page cache and disk",
+        "kvcell lab sweep -m model.gguf -f text.txt -o /tmp/kvcell-sweep",
+        {"model", "lab-text", "from", "lab-tokens", "codec", "lab-output", "weights", "threads", "json", "quiet"},
+        LabSweepCommand);
+    add("report", "all of it as one HTML file that opens with four experiments, each passed or failed",
+        "kvcell lab report -m model.gguf -o report.html --measurement quality.json error.json",
+        {"model", "lab-output", "measurements", "codec", "ram-budget", "threads", "json", "quiet"}, LabReportCommand);
   }
 
   void AddBench() {
@@ -234,6 +275,15 @@ class Program {
                 "kvcell bench sharing -m model.gguf --json");
     parser_.Offer(sharing, {"model", "threads", "folder", "json", "quiet"});
     OnChosen(sharing, BenchSharingCommand);
+  }
+
+  void AddTune() {
+    CLI::App* command =
+        Command(&app_, "tune", "finds the smallest codec for each layer under a limit, writes a rules file",
+                "kvcell tune -m model.gguf --kld 0.01 -o model.rules.yaml");
+    parser_.Offer(command, {"model", "lab-text", "lab-probe", "tune-codecs", "kld", "lab-output", "sinks", "threads",
+                            "json", "quiet"});
+    OnChosen(command, TuneCommand);
   }
 
   void AddInfo() {

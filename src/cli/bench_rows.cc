@@ -15,7 +15,8 @@ void PrintBenchRows(std::span<const BenchRow> rows) {
   Table table({"WHAT", "VALUE", "UNIT", "AGAINST", "RATIO", "OF"});
   table.AlignRight({1, 3, 4});
   for (const BenchRow& row : rows) {
-    table.Add({row.name, FormatFigure(row.value), row.unit, FormatFigure(row.peer), FormatFigure(row.ratio), row.versus});
+    table.Add(
+        {row.name, FormatFigure(row.value), row.unit, FormatFigure(row.peer), FormatFigure(row.ratio), row.versus});
   }
   table.Print(stdout);
 }

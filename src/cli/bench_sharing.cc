@@ -1,4 +1,6 @@
 // kvcell bench sharing: what sequences with a common past save, beside libllama.
+#include "lab/bench_sharing.h"
+
 #include <fmt/format.h>
 
 #include <filesystem>
@@ -7,7 +9,6 @@
 #include "cli/commands.h"
 #include "cli/interrupt.h"
 #include "cli/output.h"
-#include "lab/bench_sharing.h"
 
 namespace kvcell::cli {
 int BenchSharingCommand(const Options& options) {
@@ -27,9 +28,9 @@ int BenchSharingCommand(const Options& options) {
     bench.on_part = [](const std::string& what) { Print(stderr, "{} ...\n", what); };
     bench.on_row = [](const BenchRow& row) {
       Print(stderr, "  {}: {} {} {}\n", row.name, FormatFigure(row.value), row.unit,
-                 row.ratio > 0.0 ? fmt::format("({} times better than {}, {})", FormatFigure(row.ratio), row.versus,
-                                               FormatFigure(row.peer))
-                                 : "");
+            row.ratio > 0.0 ? fmt::format("({} times better than {}, {})", FormatFigure(row.ratio), row.versus,
+                                          FormatFigure(row.peer))
+                            : "");
     };
   }
   const auto rows = BenchSharing(bench);

@@ -26,7 +26,17 @@ int InspectCommand(const Options& options);
 int InfoCommand(const Options& options, bool codecs);
 int ConfigShowCommand(const Options& options, std::span<const OptionOrigin> origins);
 
+int LabExportCommand(const Options& options);
+int LabStatsCommand(const Options& options);
+int LabErrorCommand(const Options& options);
 int LabQualityCommand(const Options& options);
+int LabAnswersCommand(const Options& options);
+int LabChoiceCommand(const Options& options);
+int LabLatencyCommand(const Options& options);
+int LabCapacityCommand(const Options& options);
+int LabSweepCommand(const Options& options);
+int LabReportCommand(const Options& options);
+int TuneCommand(const Options& options);
 
 int BenchAttentionCommand(const Options& options);
 int BenchModelCommand(const Options& options);

@@ -58,7 +58,7 @@ struct Options {
   int32_t heads = 0;
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
-  // lab quality
+  // lab
   int64_t windows = 16;
   bool peer = false;
   bool weights_f32 = false;
@@ -72,6 +72,14 @@ struct Options {
   std::vector<std::string> types;
   std::string phase;
   std::string folder;
+  // lab: what is written, read, asked
+  std::string output;
+  std::string from;
+  std::vector<std::string> measurements;
+  int64_t questions = 0;  // 0: the command's own number
+  bool channels = false;
+  bool by_layer = false;
+  double kld_limit = 0.01;
 };
 
 // Which of the sampler's options somebody set: a session goes on with what it was stored with for the others.

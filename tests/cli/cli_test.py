@@ -57,8 +57,10 @@ class CliTest(unittest.TestCase):
 
 class Usage(CliTest):
     COMMANDS = ["run", "chat", "sessions ls", "sessions show", "sessions rm", "sessions export", "sessions import", "plan",
-                "inspect", "store stats", "store verify", "prefix ls", "prefix pin", "prefix rm", "lab quality",
-                "bench attention", "bench model", "bench sharing", "info", "config show", "completion bash"]
+                "inspect", "store stats", "store verify", "prefix ls", "prefix pin", "prefix rm",
+                "bench attention", "bench model", "bench sharing",
+                "lab export", "lab stats", "lab error", "lab quality", "lab answers", "lab choice", "lab latency",
+                "lab capacity", "lab sweep", "lab report", "tune", "info", "config show", "completion bash"]
 
     def test_help_of_every_command_has_an_example(self):
         for command in self.COMMANDS:
@@ -106,6 +108,11 @@ class Usage(CliTest):
         bits = {row["name"]: row["bits_by_head_dim"]["128"] for row in info["codecs"]}
         self.assertLessEqual(bits["i4"], 4.5)
         self.assertGreaterEqual(bits["f16"], 16)
+        self.assertLess(bits["i3"], bits["i43"])
+        self.assertLess(bits["i5"], bits["i8"])
+        in_place = {row["name"]: row["in_place"] for row in info["codecs"]}
+        self.assertTrue(in_place["i4"] and in_place["int5"])
+        self.assertFalse(in_place["nf4"] or in_place["tq4"])
 
     def test_info_of_a_model_states_licence_and_shape(self):
         model = self.json("info", "-m", MODEL)["model"]
@@ -590,7 +597,6 @@ class Sessions(CliTest):
         self.assertIn("no such command", done.stderr)
         self.assertIn("talk", [s["name"] for s in self.json("sessions", "ls", "--store", self.store)["sessions"]])
 
-
     def test_sigterm_in_an_answer_ends_a_chat_and_keeps_the_turn(self):
         command = [KVCELL, "chat", "-m", MODEL, "--store", self.store, "--session", "s", "-n", "4000"]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -601,6 +607,72 @@ class Sessions(CliTest):
             chat.send_signal(signal.SIGTERM)
             self.assertEqual(chat.wait(timeout=300), 128 + signal.SIGTERM)
         self.assertGreater(self.json("sessions", "ls", "--store", self.store)["sessions"][0]["tokens"], 0)
+
+
+class Lab(CliTest):
+    """Each command once, small: the figures themselves are tested on made values and tiny models."""
+
+    def setUp(self):
+        super().setUp()
+        self.text = self.home / "text.txt"
+        self.text.write_text(TEXT * 4)
+        self.out = self.home / "kv"
+
+    def test_exported_values_are_measured_without_the_model(self):
+        done = self.json("lab", "export", "-m", MODEL, "-f", self.text, "--context", 192, "-o", self.out)
+        self.assertEqual((done["layers"], done["tokens"]), (30, 192))
+        manifest = json.loads((self.out / "manifest.json").read_text())
+        self.assertEqual(manifest["format"], "kvcell-kv")
+        self.assertEqual(len(list(self.out.glob("*.npy"))), 30 * 7 + 1)
+        rows = {row["codec"]: row for row in self.json("lab", "error", "--from", self.out, "--codec", "i4", "i3", "k=nf4,v=nf4")["rows"]}
+        self.assertLess(rows["i4"]["k_relative"], rows["i3"]["k_relative"])
+        self.assertLess(rows["i4"]["output_relative"], rows["i3"]["output_relative"])
+        self.assertEqual((rows["i4"]["in_place"], rows["k=nf4,v=nf4"]["in_place"]), (True, False))
+        self.assertEqual(len(rows["i4"]["layers"]), 30)
+        stats = self.json("lab", "stats", "--from", self.out, "--channels")
+        self.assertEqual(len(stats["rows"]), 30 * 3 * 2)
+        self.assertEqual(len(stats["rows"][0]["channels"]["mean"]), 64)
+        sweep = self.json("lab", "sweep", "--from", self.out, "-o", self.home / "reads")
+        self.assertEqual([row["from"] for row in sweep["reads"]], ["page cache", "disk"])
+
+    def test_quality_has_the_columns_that_scripts_read_and_the_peers_perplexity(self):
+        result = self.json("lab", "quality", "-m", MODEL, "-f", self.text, "--context", 128, "--windows", 1, "--codec", "i4",
+                           "--peer")
+        self.assertEqual([(row["engine"], row["codec"]) for row in result["rows"]],
+                         [("kvcell", "f16"), ("kvcell", "i4"), ("libllama", "f16"), ("libllama", "q8_0"), ("libllama", "q4_0")])
+        for key in ("bits", "bits_all_in", "ppl", "kld_mean", "kld_se", "kld_median", "kld_p999", "top1"):
+            self.assertIn(key, result["rows"][0])
+
+    def test_a_report_opens_with_the_experiments(self):
+        latency = self.home / "latency.json"
+        latency.write_text(self.call("lab", "latency", "--heads", 4, "--kv-heads", 2, "--head-dim", 64, "--context", 128,
+                                     "--json").stdout)
+        report = self.home / "report.html"
+        done = self.json("lab", "report", "-m", MODEL, "-o", report, "--ram-budget", "16MiB", "--measurement", latency)
+        self.assertEqual(len(done["experiments"]), 4)
+        for experiment in done["experiments"][:3]:
+            self.assertTrue(experiment["pass"], experiment)
+        page = report.read_text()
+        self.assertLess(page.index("Four experiments"), page.index("Latency of attention"))
+        self.assertNotIn("http", page)
+        self.assertFalse(pathlib.Path(f"{report}.scratch").exists())
+
+    def test_wrong_requests_are_refused_in_one_sentence(self):
+        self.refused("lab", "quality", "-m", MODEL, code=2, words=["text"])
+        self.refused("lab", "export", "-m", MODEL, "-f", self.text, code=2, words=["-o"])
+        self.refused("lab", "error", "--from", self.home / "none", code=1, words=["manifest.json"])
+        self.refused("lab", "error", "--codec", "int9", code=2, words=["int9"])
+        self.refused("lab", "report", "-m", MODEL, "-o", self.home / "r.html", "--measurement", self.text, code=1,
+                     words=["command"])
+        self.refused("tune", code=2, words=["-m"])
+
+    def test_interrupted_quality_goes_on_where_it_was(self):
+        state = self.home / "state.json"
+        args = ("lab", "quality", "-m", MODEL, "-f", self.text, "--context", 64, "--windows", 2, "--codec", "i4", "--state", state)
+        whole = self.json(*args)
+        again = self.json(*args)
+        self.assertEqual(whole, again)
+        self.assertTrue(state.exists())
 
 
 class BadInput(CliTest):
