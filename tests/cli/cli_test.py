@@ -423,9 +423,10 @@ class Sharing(CliTest):
         return self.json("prefix", "ls", "--store", self.store)["prefixes"]
 
     def test_a_prompt_that_begins_alike_is_not_computed_again(self):
-        first = self.run_json("--raw", "-p", self.LONG + "What does it say?", "-n", 6)
+        asked = self.LONG + "What does the text say of the river? " * 12
+        first = self.run_json("--raw", "-p", asked, "-n", 6)
         self.assertEqual(first["reused_tokens"], 0)
-        again = self.run_json("--raw", "-p", self.LONG + "What does it say?", "-n", 6)
+        again = self.run_json("--raw", "-p", asked, "-n", 6)
         self.assertEqual(again["tokens"], first["tokens"])
         self.assertEqual(again["reused_tokens"], (first["prompt_tokens"] - 1) // BLOCK * BLOCK)
         self.assertEqual(again["reused_tokens"] + again["prompt_tokens"], first["prompt_tokens"])
