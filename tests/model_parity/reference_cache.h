@@ -109,7 +109,7 @@ class ReferenceCache final : public Cache {
   Status Save(SequenceId, const std::string&, std::span<const float>, const std::string&) override {
     return {StatusCode::kUnsupported, "the reference cache has no store"};
   }
-  Result<OpenedSession> OpenSession(const std::string&) override {
+  Result<OpenedSession> OpenSession(const std::string&, bool) override {
     return kvcell::Fail(StatusCode::kUnsupported, "the reference cache has no store");
   }
   CacheStats Stats() const override { return {}; }
