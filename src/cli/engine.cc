@@ -103,6 +103,11 @@ Result<Engine> OpenEngine(const Options& options) {
     PrintWarning(fmt::format("--ctx {} is more than the {} tokens that {} was trained for; answers may make no sense",
                              plan->context, facts->context_train, facts->name));
   }
+  if (!options.quiet && !(AttendedInPlace(plan->cache.codec.k) && AttendedInPlace(plan->cache.codec.v))) {
+    PrintWarning(fmt::format("codec {} is decoded before it is attended, which is slow; `kvcell info --codecs` shows "
+                             "which ones are attended in place",
+                             options.codec));
+  }
 
   const auto start = std::chrono::steady_clock::now();
   Engine engine;

@@ -657,6 +657,12 @@ class Lab(CliTest):
         self.assertNotIn("http", page)
         self.assertFalse(pathlib.Path(f"{report}.scratch").exists())
 
+    def test_a_codec_that_is_decoded_first_runs_with_a_warning(self):
+        done = self.call("run", "-m", MODEL, "--raw", "-p", TEXT, "-n", 2, "--codec", "k=nf4,v=fp8e4m3", "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("decoded before it is attended", done.stderr)
+        self.assertNotIn("warning", self.call("run", "-m", MODEL, "--raw", "-p", TEXT, "-n", 2, "--codec", "i3").stderr)
+
     def test_wrong_requests_are_refused_in_one_sentence(self):
         self.refused("lab", "quality", "-m", MODEL, code=2, words=["text"])
         self.refused("lab", "export", "-m", MODEL, "-f", self.text, code=2, words=["-o"])
