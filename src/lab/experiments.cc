@@ -196,6 +196,7 @@ class Experiments {
     options.geometry = data_.geometry;
     options.max_step_tokens = kBlockTokens;
     options.max_threads = 1;
+    options.ram_budget = 1;  // a small budget has small chunks
     auto plan = PlanMemory(options, data_.n_tokens, 1);
     if (!plan) return Fail(plan.error());
     // Room for about half of the blocks.

@@ -390,6 +390,7 @@ class CapacityRun {
     CacheOptions cache;
     cache.codec = *spec;
     cache.geometry = options_.geometry;
+    cache.ram_budget = options_.budget;
     cache.max_step_tokens = static_cast<int32_t>(kStep);
     cache.max_sequences = n;
     auto plan = PlanMemory(cache, options_.sequence_tokens + 1, n);
