@@ -104,9 +104,10 @@ Result<Engine> OpenEngine(const Options& options) {
                              plan->context, facts->context_train, facts->name));
   }
   if (!options.quiet && !(AttendedInPlace(plan->cache.codec.k) && AttendedInPlace(plan->cache.codec.v))) {
-    PrintWarning(fmt::format("codec {} is decoded before it is attended, which is slow; `kvcell info --codecs` shows "
-                             "which ones are attended in place",
-                             options.codec));
+    PrintWarning(
+        fmt::format("codec {} is decoded before it is attended, which is slow; `kvcell info --codecs` shows "
+                    "which ones are attended in place",
+                    options.codec));
   }
 
   const auto start = std::chrono::steady_clock::now();
