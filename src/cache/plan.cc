@@ -19,6 +19,33 @@ int32_t LongestWindow(const Geometry& geometry) {
   return window;
 }
 
+// Of one sequence's cells once it holds `context` tokens, as Stats counts them.
+uint64_t CellBytes(const CellMap& map, const Rules& rules, int64_t context, int32_t recent_blocks) {
+  const int64_t n_sealed = context / kBlockTokens;
+  const int64_t n_exact = (context % kBlockTokens != 0 ? 1 : 0) + std::min<int64_t>(recent_blocks, n_sealed);
+  uint64_t bytes = 0;
+  for (const LayerCells& layer : map.layers) {
+    const int64_t window = layer.geometry.window;
+    int64_t passed = window > 0 ? std::max<int64_t>(0, context - window + 1) / kBlockTokens : 0;
+    const int64_t cut = window > 0 || rules.KeepsEvicted(layer.number) ? 0 : rules.WindowOf(layer.number);
+    if (cut > 0) passed = n_sealed - (cut + kBlockTokens - 1) / kBlockTokens;
+    const auto n_coded = static_cast<uint64_t>(n_sealed - std::clamp<int64_t>(passed, 0, n_sealed));
+    for (uint16_t h = 0; h < layer.n_heads; ++h) {
+      bytes += n_coded * layer.coded(h).bytes + static_cast<uint64_t>(n_exact) * layer.open.bytes + layer.sink.bytes;
+    }
+  }
+  return bytes;
+}
+
+// Whether the bytes of so much context can be counted at all, with room for what comes beside the values.
+bool Countable(const Geometry& geometry, int64_t context, int32_t n_sequences) {
+  double per_token = 0.0;
+  for (const LayerGeometry& layer : geometry) {
+    per_token += 2.0 * static_cast<double>(layer.n_kv_heads) * static_cast<double>(layer.head_dim_k + layer.head_dim_v);
+  }
+  return per_token * static_cast<double>(context) * static_cast<double>(n_sequences) < 0x1p54;
+}
+
 }  // namespace
 
 int64_t WidestRuleWindow(const Rules& rules, const Geometry& geometry) {
@@ -59,6 +86,7 @@ Status CheckOptions(const CacheOptions& options) {
   KVCELL_RETURN_IF_ERROR(range("recent_blocks", options.recent_blocks, 0, 1024));
   KVCELL_RETURN_IF_ERROR(range("max_step_tokens", options.max_step_tokens, 1, 65536));
   KVCELL_RETURN_IF_ERROR(range("max_sequences", options.max_sequences, 1, 65536));
+  KVCELL_RETURN_IF_ERROR(range("prefix_roots", options.prefix_roots, 1, 65536));
   KVCELL_RETURN_IF_ERROR(range("max_threads", options.max_threads, 0, 1024));
   return range("durability", options.durability, 0, 2);
 }
@@ -84,7 +112,7 @@ uint64_t ScratchBytes(const CellMap& map, const CacheOptions& options) {
 
 MemoryShape ShapeFor(const CellMap& map, const CacheOptions& options) {
   return MakeMemoryShape(map, options.ram_budget, options.max_sequences, options.recent_blocks, options.max_step_tokens,
-                         IsElastic(*options.rules));
+                         options.prefix_bytes > 0 ? options.prefix_roots : 0, IsElastic(*options.rules));
 }
 
 uint64_t F16Bytes(const Geometry& geometry, int64_t tokens) {
@@ -105,6 +133,11 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   }
   auto map = MakeCellMap(options.geometry, options.codec, options.sinks, options.codec_ranges);
   if (!map) return Fail(map.error());
+  if (!Countable(options.geometry, context, n_sequences)) {
+    return Fail(StatusCode::kInvalidArgument,
+                fmt::format("{} sequences of {} tokens take more memory than there is anywhere; ask for less",
+                            n_sequences, context));
+  }
   const auto sequences = static_cast<uint64_t>(n_sequences);
   auto n_blocks = static_cast<uint64_t>(context / kBlockTokens);
   // What rules give up behind a window takes no room, once a step is over.
@@ -127,6 +160,7 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
           BytesForSlots(MakeChunkShape(pool.slot_bytes, shape.chunk_target), sequences * n_blocks * pool.slots());
     }
   }
+  plan.cells = sequences * CellBytes(*map, *options.rules, context, options.recent_blocks);
   plan.metadata = sequences * (n_blocks + 1) * (sizeof(Block) + map->n_cells * sizeof(CellEntry));
   plan.total = plan.coded + plan.exact + plan.scratch;
   // What a small budget's smaller chunks would take: the budget itself decides on the chunk size.

@@ -412,6 +412,100 @@ TEST(CacheRules, PinPersistAndEvictFromOutside) {
   EXPECT_EQ(cache->Pin(7, true).code(), StatusCode::kNotFound);
 }
 
+// Tokens that another sequence of the cache finds of `tokens`.
+int64_t Found(Cache* cache, std::span<const Token> tokens) {
+  const SequenceId probe = cache->Create().value();
+  const auto use = cache->Reuse(probe, tokens);
+  EXPECT_TRUE(use) << use.error().message();
+  EXPECT_TRUE(cache->Free(probe).ok());
+  return use ? use->tokens : -1;
+}
+
+TEST(CacheRules, EvictedCellsAreNoPrefixForOthers) {
+  CacheOptions options = UnderRules(ProfileRules("balanced").value());
+  options.max_sequences = 3;
+  auto cache = OpenOrDie(options);
+  const auto tokens = MadeTokens(641);
+  const SequenceId sequence = cache->Create().value();
+  Feed(cache.get(), sequence, tokens);
+  EXPECT_EQ(Found(cache.get(), tokens), 640);
+  ASSERT_TRUE(cache->Evict(sequence, 128, 320).ok());
+  EXPECT_EQ(CellsIn(*cache, CellState::kEvicted), 3u * 4);
+  EXPECT_EQ(Found(cache.get(), tokens), 128);
+  // What it goes on to compute saw less than others would: it stays its own.
+  const auto more = MadeTokens(128, 3);
+  Feed(cache.get(), sequence, more);
+  EXPECT_EQ(Found(cache.get(), tokens), 128);
+  // Blocks that two use stay for both.
+  const SequenceId other = cache->Create().value();
+  ASSERT_EQ(cache->Reuse(other, tokens)->tokens, 128);
+  ASSERT_TRUE(cache->Evict(sequence, 0, 128).ok());
+  EXPECT_EQ(CellsIn(*cache, CellState::kEvicted), 3u * 4);
+}
+
+TEST(CacheRules, WindowsAndWhatDependsOnMemoryAreNotShared) {
+  const auto tokens = MadeTokens(641);
+  for (const auto& rules : {Made(kWindow), ProfileRules("elastic").value()}) {
+    TempDir store;
+    CacheOptions options = UnderRules(rules, 0, store.path());
+    options.max_sequences = 2;
+    auto cache = OpenOrDie(options);
+    const SequenceId sequence = cache->Create().value();
+    Feed(cache.get(), sequence, tokens);
+    ASSERT_TRUE(cache->Publish(sequence).ok());
+    ASSERT_TRUE(cache->Save(sequence, "s", {}, "").ok());
+    EXPECT_EQ(Found(cache.get(), tokens), 0);
+    EXPECT_THAT(cache->Reuse(cache->Create().value(), tokens)->note, HasSubstr(rules->name));
+  }
+}
+
+TEST(CacheRules, NewRulesThatDoNotShareTakeBackWhatWasShared) {
+  const auto window = Made(std::string(kWindow).substr(std::string("codec: f16\n").size()));
+  CacheOptions options = UnderRules(ProfileRules("balanced").value());
+  options.max_sequences = 2;
+  auto cache = OpenOrDie(options);
+  const auto tokens = MadeTokens(641);
+  const SequenceId sequence = cache->Create().value();
+  Feed(cache.get(), sequence, tokens);
+  EXPECT_EQ(Found(cache.get(), tokens), 640);
+  const Status status = cache->SetRules(window);
+  ASSERT_TRUE(status.ok()) << status.message();
+  EXPECT_EQ(Found(cache.get(), tokens), 0);
+  Feed(cache.get(), sequence, MadeTokens(64, 2));
+  EXPECT_EQ(CellsIn(*cache, CellState::kEvicted), 9u * 4) << "the tree holds nothing back";
+  ASSERT_TRUE(cache->SetRules(ProfileRules("balanced").value()).ok());
+  Feed(cache.get(), sequence, MadeTokens(64, 4));
+  EXPECT_EQ(Found(cache.get(), tokens), 0) << "it was computed with less than others would see";
+}
+
+// Rows of several sequences in one step read what they have in common together; windows of rules begin elsewhere for
+// each.
+TEST(CacheRules, AWindowIsEachSequencesOwnInOneStep) {
+  std::string text = kWindow;
+  text.replace(text.find("128"), 3, "1088");
+  const auto tokens = MadeTokens(64 * 20 + 5);
+  std::vector<std::vector<float>> alone, together;
+  for (const bool at_once : {false, true}) {
+    CacheOptions options = UnderRules(Made(text));
+    options.max_sequences = 2;
+    auto cache = OpenOrDie(options);
+    const SequenceId behind = cache->Create().value();
+    Feed(cache.get(), behind, tokens);
+    const SequenceId ahead = cache->Fork(behind).value();
+    Feed(cache.get(), ahead, MadeTokens(128, 6));
+    const auto a = MadeTokens(1, 7), b = MadeTokens(1, 8);
+    const StepItem items[] = {{behind, a}, {ahead, b}};
+    if (at_once) {
+      together = RunStep(cache.get(), items).value();
+    } else {
+      for (const StepItem& item : items) {
+        alone.push_back(RunStep(cache.get(), {&item, 1}).value().front());
+      }
+    }
+  }
+  EXPECT_EQ(alone, together);
+}
+
 TEST(CacheRules, EveryProfileKeepsItsBudgetAndAllButElasticTheirAnswers) {
   const auto tokens = MadeTokens(64 * 30);
   for (const std::string& name : ProfileNames()) {

@@ -143,6 +143,11 @@ Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const f
   if (sequence == nullptr) return Status(StatusCode::kNotFound, fmt::format("there is no sequence {} to save", id));
   if (store_ == nullptr) return Status(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
   KVCELL_RETURN_IF_ERROR(CheckSessionName(name));
+  if (sequence->draft_from >= 0) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("sequence {} ends in drafted tokens: Trim it to those that were accepted, then save", id));
+  }
   if (sequence->lock == nullptr || sequence->locked_name != name) {
     auto lock = store_->LockSession(name);
     if (!lock) return lock.error();
@@ -161,6 +166,8 @@ Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const f
   record.exact = PackExact(*sequence);
   record.logits.assign(logits.begin(), logits.end());
   record.extras = extras;
+  if (sequence->approximate || !Shares()) record.n_shared = sequence->n_shared;
+  record.sinks = PackShared(*sequence, n_sealed, /*sinks=*/true);
   for (const Block* block : sealed) {
     record.blocks.push_back(
         {.key = block->key, .generation = block->generation, .tokens = block->tokens, .places = block->places});
@@ -194,16 +201,20 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
     memory_->StoredBlock(block, stored.places, stored.generation);
     parent = stored.key;
   }
+  return RecoverFrom(sequence, 0, 0, note);
+}
+
+size_t CacheImpl::RecoverFrom(Sequence* sequence, size_t first, int64_t windows_from, std::string* note) {
   size_t n_sound = sequence->blocks.size();
   const std::span<Block* const> blocks(sequence->blocks);
   // Blocks behind every window of the rules may have been given up: nothing will attend to them.
-  const size_t first = FirstVisible(n_sound);
+  const size_t visible = std::max(first, FirstVisible(n_sound));
   const bool has_full_layers = !memory_->map().shapes[kFullLayers].layers.empty();
-  const size_t n_seen = n_sound - first;
-  const size_t n_left_in_store = first + n_seen - static_cast<size_t>(memory_->RoomForBlocks(n_seen));
+  const size_t n_seen = n_sound - visible;
+  const size_t n_left_in_store = visible + n_seen - static_cast<size_t>(memory_->RoomForBlocks(n_seen));
   for (const bool keep : {false, true}) {
     if (!has_full_layers) break;
-    const size_t begin = keep ? n_left_in_store : first;
+    const size_t begin = keep ? n_left_in_store : visible;
     const size_t end = keep ? n_sound : n_left_in_store;
     const auto recovered = memory_->Recover(blocks.subspan(begin, end - begin), kFullLayers, keep);
     if (recovered.n_sound < end - begin) {
@@ -213,8 +224,12 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
     }
   }
   // Sliding-window cells are needed only as far back as the windows of the next token reach.
-  for (size_t b = 0; b < n_sound; ++b) {
+  for (size_t b = first; b < n_sound; ++b) {
     if (!blocks[b]->places[kWindowLayers]) continue;
+    if (blocks[b]->position + kBlockTokens <= windows_from) {
+      memory_->EvictGroup(blocks[b], kWindowLayers);
+      continue;
+    }
     const auto recovered = memory_->Recover(blocks.subspan(b, 1), kWindowLayers, /*keep=*/true);
     if (recovered.n_sound == 0 && note->empty()) *note = recovered.damage.message();
   }
@@ -222,7 +237,7 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
   return n_sound;
 }
 
-Result<OpenedSession> CacheImpl::OpenSession(const std::string& name) {
+Result<OpenedSession> CacheImpl::OpenSession(const std::string& name, bool create) {
   if (in_step_) return Fail(StatusCode::kBusy, "OpenSession during a step; Commit or Abort it first");
   if (store_ == nullptr) return Fail(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
   KVCELL_FAIL_IF_ERROR(CheckSessionName(name));
@@ -230,6 +245,18 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name) {
   auto lock = store_->LockSession(name);
   if (!lock) return Fail(lock.error());
   auto record = store_->Load(name);
+  if (!record && record.error().code() == StatusCode::kNotFound && create) {
+    // The name is held from the start: of two that begin it at once, the second is told.
+    const auto id = Create();
+    if (!id) return Fail(id.error());
+    Sequence* sequence = Find(*id);
+    sequence->lock = std::move(*lock);
+    sequence->locked_name = name;
+    OpenedSession opened;
+    opened.sequence = *id;
+    opened.created = true;
+    return opened;
+  }
   if (!record) return Fail(record.error());
   const auto release_all = [&] {
     for (const BlockRecord& block : record->blocks) store_->Release(block);
@@ -276,6 +303,12 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name) {
   sequence->lock = std::move(*lock);
   sequence->locked_name = name;
   sequence->replica_floor = 0;
+  sequence->approximate = record->n_shared < record->blocks.size();
+  if (sequence->approximate) {
+    sequence->n_shared = std::min(record->n_shared, sequence->blocks.size());  // as the store has it
+  } else {
+    Share(sequence);
+  }
   opened.usable = static_cast<int64_t>(sequence->tokens.size());
   opened.tokens = std::move(record->tokens);
   if (opened.usable == static_cast<int64_t>(opened.tokens.size())) opened.logits = std::move(record->logits);
@@ -288,9 +321,6 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
   const Sequence* sequence = Find(id);
   if (sequence == nullptr) return cells;
   const CellMap& map = memory_->map();
-  const auto precision = [](SideSpec::Type type) {
-    return type == SideSpec::Type::kF16 ? "f16" : type == SideSpec::Type::kInt8 ? "int8" : "int4";
-  };
   for (size_t b = 0; b < sequence->blocks.size(); ++b) {
     const Block& block = *sequence->blocks[b];
     for (size_t l = 0; l < map.layers.size(); ++l) {
@@ -307,8 +337,8 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
         info.durable = cell.durable;
         const CellLayout& layout = layer.coded(h);
         const bool exact = !block.sealed || (cell.state == CellState::kActive && cell.exact != kNoSlot);
-        info.k_precision = exact ? "f16" : precision(layout.k.spec.type);
-        info.v_precision = exact ? "f16" : precision(layout.v.spec.type);
+        info.k_precision = exact ? "f16" : std::string(TypeName(layout.k.spec.type));
+        info.v_precision = exact ? "f16" : std::string(TypeName(layout.v.spec.type));
         info.tier = cell.state == CellState::kPersisted ? "file" : cell.state == CellState::kEvicted ? "" : "ram";
         info.length = exact ? layer.open.bytes : layout.bytes;
         if (cell.durable && block.places[layer.group]) {

@@ -35,7 +35,7 @@ struct MemoryShape {
   uint64_t minimum_coded = 0;  // coded cells that one step and the windows need in RAM at once
 };
 MemoryShape MakeMemoryShape(const CellMap& map, uint64_t budget, int32_t max_sequences, int32_t recent_blocks,
-                            int32_t max_step_tokens, bool elastic = false);
+                            int32_t max_step_tokens, int32_t prefix_roots, bool elastic = false);
 // Bytes the coded pools commit for n blocks of the full layers and n_window blocks of the sliding-window layers.
 uint64_t CodedBytes(const CellMap& map, uint64_t chunk_target, uint64_t n_blocks, uint64_t n_window_blocks);
 
@@ -80,6 +80,10 @@ class CellMemory {
   // rules allow. kOutOfBudget or kNoSpace leave everything as it was (but perhaps more cells written back or coded).
   // Waits for work under way, at most the rules' `wait_ms`.
   Status ReserveCoded(uint64_t n_blocks, uint64_t n_exact = 0);
+  // Whether the coded cells of n more blocks, and the exact ones of n_exact beyond those set aside, fit as things are.
+  bool Fits(uint64_t n_blocks, uint64_t n_exact = 0) const;
+  // How many more blocks fit as things are, were `n_going` of those in RAM to go. Exact up to whole chunks.
+  uint64_t FreeBlocks(uint64_t n_going) const;
   // How many of n more blocks fit into RAM beside what one step needs, nothing being moved.
   uint64_t RoomForBlocks(uint64_t n_blocks) const;
 
@@ -208,7 +212,6 @@ class CellMemory {
   uint64_t ExactGrowth(uint64_t n_blocks) const;
   uint64_t used() const;  // of coded_limit(): coded cells, and exact ones beyond those set aside
   uint64_t coded_limit() const;
-  bool Fits(uint64_t n_blocks, uint64_t n_exact) const;
   Status NoRoom() const;
   void GiveCoded(const LayerCells& layer, uint16_t head, CellEntry* cell);
   void GiveExact(const LayerCells& layer, CellEntry* cell);

@@ -75,6 +75,9 @@ struct Rules {
   // The tokens a query of this layer sees before its own block; 0: all of them.
   int64_t WindowOf(int32_t layer) const;
   bool KeepsEvicted(int32_t layer) const;
+  // Whether sequences that begin alike may use the same cells: not where what is computed depends on what memory
+  // allowed, or on where a window began.
+  bool MayShare() const { return windows.empty() && !depends_on_memory; }
   // What of the rules is part of a stored cell's identity: "" where positions alone decide and all of the past is seen.
   std::string IdentityText() const;
 };

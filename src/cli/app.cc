@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <CLI/CLI.hpp>
+#include <algorithm>
 #include <exception>
 #include <functional>
 #include <string>
@@ -33,14 +34,17 @@ class Program {
     AddRules();
     AddSteering();
     AddStore();
+    AddPrefix();
     AddLab();
     AddBench();
+    AddTune();
     AddInfo();
     AddConfig();
     AddCompletion();
   }
 
   int Run(int argc, const char* const* argv) {
+    if (const Status status = CheckCommand(argc, argv); !status.ok()) return Failed(status);
     try {
       app_.parse(argc, argv);
     } catch (const CLI::ParseError& error) {
@@ -52,6 +56,24 @@ class Program {
 
  private:
   using Handler = std::function<int(const Options&)>;
+
+  // CLI11 says of an unknown command only that one is required.
+  Status CheckCommand(int argc, const char* const* argv) const {
+    const CLI::App* at = &app_;
+    for (int i = 1; i < argc && argv[i][0] != '-'; ++i) {
+      const auto commands = at->get_subcommands([](const CLI::App*) { return true; });
+      if (commands.empty()) break;
+      const auto found = std::find_if(commands.begin(), commands.end(),
+                                      [&](const CLI::App* command) { return command->get_name() == argv[i]; });
+      if (found == commands.end()) {
+        std::string names;
+        for (const CLI::App* command : commands) names += (names.empty() ? "" : ", ") + command->get_name();
+        return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is none of the commands {}", argv[i], names));
+      }
+      at = *found;
+    }
+    return OkStatus();
+  }
 
   static std::string OneSentence(std::string message) {
     message = message.substr(0, message.find('\n'));
@@ -80,32 +102,33 @@ class Program {
     });
   }
 
-  bool SamplerGiven() const {
-    for (const char* name : {"temp", "top-k", "top-p", "min-p", "seed"}) {
-      if (parser_.IsSet(name)) return true;
-    }
-    return false;
+  SamplerGiven Given() const {
+    return {.temp = parser_.IsSet("temp"),
+            .top_k = parser_.IsSet("top-k"),
+            .top_p = parser_.IsSet("top-p"),
+            .min_p = parser_.IsSet("min-p"),
+            .seed = parser_.IsSet("seed")};
   }
 
   void AddRun() {
     CLI::App* command = Command(&app_, "run", "feeds a prompt and prints the answer as it comes",
                                 "kvcell run -m model.gguf -f report.txt -p 'What does it conclude?' --session report");
-    parser_.Offer(command,
-                  {"model",         "prompt",     "file",    "max-tokens", "temp",    "top-k",  "top-p",
-                   "min-p",         "seed",       "raw",     "ctx",        "threads", "codec",  "sinks",
-                   "recent-blocks", "ram-budget", "store",   "durability", "session", "json",   "report",
-                   "quiet",         "rules",      "profile", "metrics",    "trace",   "sample", "sample-every"});
-    OnChosen(command, [this](const Options& options) { return RunCommand(options, SamplerGiven()); });
+    parser_.Offer(command, {"model",   "prompt",  "file",          "max-tokens", "temp",   "top-k",
+                            "top-p",   "min-p",   "seed",          "raw",        "ctx",    "threads",
+                            "codec",   "sinks",   "recent-blocks", "ram-budget", "store",  "durability",
+                            "session", "samples", "no-prefix",     "json",       "report", "quiet",
+                            "rules",   "profile", "metrics",       "trace",      "sample", "sample-every"});
+    OnChosen(command, [this](const Options& options) { return RunCommand(options, Given()); });
   }
 
   void AddChat() {
     CLI::App* command = Command(&app_, "chat", "a conversation in the terminal, kept in the store",
                                 "kvcell chat -m model.gguf --session ideas");
-    parser_.Offer(command, {"model", "session",       "max-tokens", "temp",  "top-k",      "top-p",
-                            "min-p", "seed",          "raw",        "ctx",   "threads",    "codec",
-                            "sinks", "recent-blocks", "ram-budget", "store", "durability", "quiet",
-                            "rules", "profile",       "metrics",    "trace", "sample",     "sample-every"});
-    OnChosen(command, [this](const Options& options) { return ChatCommand(options, SamplerGiven()); });
+    parser_.Offer(command, {"model",      "session", "max-tokens", "temp",        "top-k", "top-p", "min-p",
+                            "seed",       "raw",     "ctx",        "threads",     "codec", "sinks", "recent-blocks",
+                            "ram-budget", "store",   "durability", "no-prefix",   "quiet", "rules", "profile",
+                            "metrics",    "trace",   "sample",     "sample-every"});
+    OnChosen(command, [this](const Options& options) { return ChatCommand(options, Given()); });
   }
 
   void AddSessions() {
@@ -232,29 +255,112 @@ class Program {
     OnChosen(verify, StoreVerifyCommand);
   }
 
+  void AddPrefix() {
+    CLI::App* group = Group("prefix", "beginnings of prompts that later prompts share");
+    CLI::App* list = Command(group, "ls", "lists them: where chains of blocks end or part", "kvcell prefix ls --json");
+    parser_.Offer(list, {"store", "json"});
+    OnChosen(list, PrefixListCommand);
+    CLI::App* pin = Command(group, "pin", "keeps a prefix, and all that it begins with, whatever space is needed for",
+                            "kvcell prefix pin 124");
+    pin->add_option("id", id_, "its number in `kvcell prefix ls`")->required();
+    pin->add_flag("--off", off_, "takes the pin out again");
+    parser_.Offer(pin, {"store", "json"});
+    OnChosen(pin, [this](const Options& options) { return PrefixPinCommand(options, id_, off_); });
+    CLI::App* remove =
+        Command(group, "rm", "gives up prefixes and what goes on from them; blocks of sessions stay with these",
+                "kvcell prefix rm 124");
+    remove->add_option("ids", ids_, "their numbers in `kvcell prefix ls`")->required();
+    parser_.Offer(remove, {"store", "json"});
+    OnChosen(remove, [this](const Options& options) { return PrefixRemoveCommand(options, ids_); });
+  }
+
   void AddLab() {
     CLI::App* group = Group("lab", "measures codecs on a model");
-    CLI::App* quality =
-        Command(group, "quality", "perplexity and KL divergence by codec, against the same model's f16 KV",
-                "kvcell lab quality -m model.gguf -f text.txt --context 2048 --codec i8 i4 --weights f32 --peer");
-    parser_.Offer(quality, {"model", "file", "context", "windows", "codecs", "sinks", "recent-blocks", "peer",
-                            "weights", "threads", "state", "json", "quiet"});
-    OnChosen(quality, LabQualityCommand);
-    CLI::App* stream =
-        Command(group, "stream", "endless text through a window of rules: perplexity beside recomputing each window",
-                "kvcell lab stream -m model.gguf -f text.txt --profile edge --context 16384");
-    parser_.Offer(stream, {"model", "file", "context", "rules", "profile", "every", "threads", "json", "quiet"});
-    OnChosen(stream, LabStreamCommand);
+    const auto add = [&](const char* name, const char* what, const char* example,
+                         std::initializer_list<std::string_view> options, int (*handler)(const Options&)) {
+      CLI::App* command = Command(group, name, what, example);
+      parser_.Offer(command, options);
+      OnChosen(command, handler);
+    };
+    add("export", "K and V per layer and head as .npy files, with a manifest",
+        "kvcell lab export -m model.gguf -f text.txt --context 1024 -o kv",
+        {"model", "lab-text", "lab-tokens", "lab-output", "weights", "threads", "json", "quiet"}, LabExportCommand);
+    add("stats", "what K and V look like by layer and head, and which layers should stay finer",
+        "kvcell lab stats -m model.gguf -f text.txt",
+        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "sinks", "channels", "weights", "threads", "json",
+         "quiet"},
+        LabStatsCommand);
+    add("error", "what codecs do to K, V and attention's outputs, on exported, live or made values",
+        "kvcell lab error --from kv --codec i4 i3 k=nf4,v=nf4 k=tq4,v=tq4",
+        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "sinks", "recent-blocks", "by-layer", "layers",
+         "heads", "kv-heads", "head-dim", "weights", "threads", "json", "quiet"},
+        LabErrorCommand);
+    add("quality", "perplexity and KL divergence by codec, against the same model's f16 KV",
+        "kvcell lab quality -m model.gguf -f text.txt --context 2048 --codec i8 i4 --weights f32 --peer",
+        {"model", "lab-text", "lab-context", "windows", "lab-codecs", "sinks", "recent-blocks", "peer", "weights",
+         "threads", "state", "json", "quiet"},
+        LabQualityCommand);
+    add("answers", "a fixed set of questions answered with f16 and with each codec, side by side",
+        "kvcell lab answers -m model.gguf --codec i4 i3",
+        {"model", "lab-codecs", "questions", "sinks", "recent-blocks", "threads", "state", "json", "quiet"},
+        LabAnswersCommand);
+    add("choice", "multiple choice made from the text: the true continuation among four",
+        "kvcell lab choice -m model.gguf -f text.txt --codec i4 i3 --questions 64",
+        {"model", "lab-text", "lab-codecs", "questions", "sinks", "recent-blocks", "threads", "state", "json", "quiet"},
+        LabChoiceCommand);
+    add("latency", "attention three ways: f16; decoded, then attended; attended in place",
+        "kvcell lab latency --heads 32 --kv-heads 8 --head-dim 128 --context 8192",
+        {"model", "heads", "kv-heads", "head-dim", "lab-contexts", "lab-codecs", "threads", "json", "quiet"},
+        LabLatencyCommand);
+    add("capacity", "the longest context and the largest batch that a memory budget holds, by running until it is hit",
+        "kvcell lab capacity -m model.gguf --ram-budget 256MiB",
+        {"model", "lab-codecs", "ram-budget", "threads", "json", "quiet"}, LabCapacityCommand);
+    add("sweep", "error by granularity and exact area, where attention looks, reading from page cache and disk",
+        "kvcell lab sweep -m model.gguf -f text.txt -o /tmp/kvcell-sweep",
+        {"model", "lab-text", "from", "lab-tokens", "codec", "lab-output", "weights", "threads", "json", "quiet"},
+        LabSweepCommand);
+    add("report", "all of it as one HTML file that opens with four experiments, each passed or failed",
+        "kvcell lab report -m model.gguf -o report.html --measurement quality.json error.json",
+        {"model", "lab-output", "measurements", "codec", "ram-budget", "threads", "json", "quiet"}, LabReportCommand);
+    add("stream", "endless text through a window of rules: perplexity beside recomputing each window",
+        "kvcell lab stream -m model.gguf -f text.txt --profile edge --context 16384",
+        {"model", "lab-text", "stream-tokens", "rules", "profile", "every", "threads", "json", "quiet"},
+        LabStreamCommand);
   }
 
   void AddBench() {
-    CLI::App* group = Group("bench", "measures speed");
+    CLI::App* group = Group("bench", "measures speed beside peers, alternating in one run");
+    CLI::App* attention =
+        Command(group, "attention", "attention kernels beside ggml's flash attention and the machine's read bandwidth",
+                "kvcell bench attention --tokens 32768 --kv-heads 8 --group 4 --head-dim 128 --threads 2 --types i4");
+    parser_.Offer(attention, {"tokens", "queries", "kv-heads", "group", "head-dim", "threads", "types", "phase",
+                              "rounds", "json", "quiet"});
+    OnChosen(attention, BenchAttentionCommand);
+    CLI::App* model =
+        Command(group, "model", "a whole model's tokens per second beside libllama's, by depth and KV type",
+                "kvcell bench model -m model.gguf --depth 0 8064 --types i4");
+    parser_.Offer(model, {"model", "depth", "types", "threads", "rounds", "json", "quiet"});
+    OnChosen(model, BenchModelCommand);
+    CLI::App* sharing =
+        Command(group, "sharing", "sequences with a common past: memory, first tokens, speed; forks, lookup, batches",
+                "kvcell bench sharing -m model.gguf --json");
+    parser_.Offer(sharing, {"model", "threads", "folder", "json", "quiet"});
+    OnChosen(sharing, BenchSharingCommand);
     CLI::App* overhead = Command(group, "overhead",
                                  "what state machine, paging and accounting add to a decode step, and a sweep under "
                                  "pressure over a million cells",
                                  "kvcell bench overhead -m model.gguf --context 2048");
-    parser_.Offer(overhead, {"model", "context", "threads", "json"});
+    parser_.Offer(overhead, {"model", "bench-depth", "threads", "json", "quiet"});
     OnChosen(overhead, BenchOverheadCommand);
+  }
+
+  void AddTune() {
+    CLI::App* command =
+        Command(&app_, "tune", "finds the smallest codec for each layer under a limit, writes a rules file",
+                "kvcell tune -m model.gguf --kld 0.01 -o model.rules.yaml");
+    parser_.Offer(command, {"model", "lab-text", "lab-probe", "tune-codecs", "kld", "lab-output", "sinks", "threads",
+                            "json", "quiet"});
+    OnChosen(command, TuneCommand);
   }
 
   void AddInfo() {
@@ -278,7 +384,7 @@ class Program {
     CLI::App* bash = Command(group, "bash", "prints the script for bash", "source <(kvcell completion bash)");
     bash->callback([this] {
       chosen_ = [this] {
-        fmt::print("{}", BashCompletion(app_));
+        Print(stdout, "{}", BashCompletion(app_));
         return 0;
       };
     });
@@ -289,6 +395,9 @@ class Program {
   std::function<int()> chosen_ = [] { return 2; };
   std::string name_, path_, as_;
   std::vector<std::string> names_;
+  std::vector<int64_t> ids_;
+  int64_t id_ = 0;
+  bool off_ = false;
   bool erase_ = false;
   bool codecs_ = false;
   bool dot_ = false, once_ = false;
@@ -300,7 +409,8 @@ class Program {
 int RunProgram(int argc, const char* const* argv) {
   // Layers below throw nothing; what is caught here comes from a library, such as memory that ran out.
   try {
-    return Program().Run(argc, argv);
+    PrepareStandardStreams();
+    return FinishOutput(Program().Run(argc, argv));
   } catch (const std::exception& error) {
     return Failed(Status(StatusCode::kInternal, fmt::format("unexpected: {}; please report it", error.what())));
   }

@@ -1,6 +1,7 @@
 // kvcell chat: a conversation in the terminal, kept in the store after every answer.
 #include <fmt/format.h>
 
+#include <csignal>
 #include <cstdio>
 #include <iostream>
 #include <memory>
@@ -30,19 +31,17 @@ bool Turn(const Options& options, Engine* engine, Conversation* conversation, co
     return true;
   }
   Progress progress("prompt", !options.quiet);
-  ClearInterrupt();
   const Result<Answer> answer = conversation->Generate(options.max_tokens, TerminalHooks(&progress, true));
   progress.Clear();
   if (!answer) {
     PrintError(answer.error());
     return false;
   }
-  fmt::print("\n");
+  Print(stdout, "\n");
   if (answer->end == AnswerEnd::kContextFull) {
     PrintWarning(fmt::format("the context of {} tokens is full; leave and come back with a larger --ctx",
                              FormatCount(engine->context)));
   }
-  ClearInterrupt();
   return true;
 }
 
@@ -50,11 +49,11 @@ int Loop(const Options& options, Engine* engine, Conversation* conversation) {
   const bool prompts = IsTerminal(stdin) && !options.quiet;
   std::string line;
   while (true) {
-    if (prompts) fmt::print("> ");
+    if (prompts) Print(stdout, "> ");
     std::fflush(stdout);
     if (!std::getline(std::cin, line)) {
       const int signal = InterruptSignal();
-      if (prompts) fmt::print("\n");
+      if (prompts) Print(stdout, "\n");
       if (!conversation->empty()) {
         if (const Status saved = conversation->Save(); !saved.ok()) return Failed(saved);
       }
@@ -62,30 +61,34 @@ int Loop(const Options& options, Engine* engine, Conversation* conversation) {
     }
     if (line.empty()) continue;
     if (line == "/help") {
-      fmt::print("{}", kHelp);
+      Print(stdout, "{}", kHelp);
       continue;
     }
     if (line == "/stats") {
-      fmt::print(stderr, "{} of {} tokens\n", FormatCount(conversation->Length()), FormatCount(engine->context));
+      Print(stderr, "{} of {} tokens\n", FormatCount(conversation->Length()), FormatCount(engine->context));
       PrintCacheTable(*engine);
       continue;
     }
     if (line[0] == '/' && line != "/save" && line != "/quit") {
-      fmt::print(stderr, "no such command; /help lists them\n");
+      Print(stderr, "no such command; /help lists them\n");
       continue;
     }
     if (line[0] != '/' && !Turn(options, engine, conversation, line)) return 1;
     if (!conversation->empty()) {
       if (const Status saved = conversation->Save(); !saved.ok()) return Failed(saved);
     }
+    if (OutputFailed()) return 1;
+    // Ctrl-C stops an answer; what ends the process (SIGTERM, a terminal that closes) ends the conversation.
+    if (InterruptSignal() != 0 && InterruptSignal() != SIGINT) return 128 + InterruptSignal();
+    ClearInterrupt();
     if (line == "/quit") return 0;
-    if (line == "/save") fmt::print(stderr, "stored as '{}'\n", options.session);
+    if (line == "/save") Print(stderr, "stored as '{}'\n", options.session);
   }
 }
 
 }  // namespace
 
-int ChatCommand(const Options& options, bool sampler_given) {
+int ChatCommand(const Options& options, SamplerGiven sampler_given) {
   if (options.session.empty()) {
     return Failed(Status(StatusCode::kInvalidArgument, "name the conversation with --session NAME"));
   }
@@ -98,18 +101,19 @@ int ChatCommand(const Options& options, bool sampler_given) {
   if (!options.quiet) {
     if (!(*conversation)->note().empty()) PrintWarning((*conversation)->note());
     if ((*conversation)->resumed()) {
-      fmt::print(stderr, "Session '{}' goes on after {} tokens. /help shows the commands.\n", options.session,
-                 FormatCount((*conversation)->Length()));
+      Print(stderr, "Session '{}' goes on after {} tokens. /help shows the commands.\n", options.session,
+            FormatCount((*conversation)->TotalLength()));
     } else {
-      fmt::print(stderr, "New session '{}' with {}. /help shows the commands.\n", options.session,
-                 engine->model->facts().name);
+      Print(stderr, "New session '{}' with {}. /help shows the commands.\n", options.session,
+            engine->model->facts().name);
     }
   }
   if (const Status status = OpenToOthers(options, (*conversation)->sequence(), &*engine); !status.ok()) {
     return Failed(status);
   }
   const int code = Loop(options, &*engine, conversation->get());
-  if (const Status written = WriteObservations(options, *engine); !written.ok()) return Failed(written);
+  const Status written = WriteObservations(options, *engine, engine->control->tokens());
+  if (!written.ok()) return Failed(written);
   return code;
 }
 

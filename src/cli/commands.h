@@ -10,8 +10,10 @@
 
 namespace kvcell::cli {
 
-int RunCommand(const Options& options, bool sampler_given);
-int ChatCommand(const Options& options, bool sampler_given);
+// `run --samples N`: as RunCommand, with N answers.
+int SamplesCommand(const Options& options, const std::string& prompt);
+int RunCommand(const Options& options, SamplerGiven sampler_given);
+int ChatCommand(const Options& options, SamplerGiven sampler_given);
 
 int SessionsListCommand(const Options& options);
 int SessionsShowCommand(const Options& options, const std::string& name);
@@ -34,9 +36,27 @@ int CtlCommand(const Options& options, const std::string& command, int64_t begin
 int TopCommand(const Options& options, bool once);
 int DoctorCommand(const Options& options);
 
+int LabExportCommand(const Options& options);
+int LabStatsCommand(const Options& options);
+int LabErrorCommand(const Options& options);
 int LabQualityCommand(const Options& options);
+int LabAnswersCommand(const Options& options);
+int LabChoiceCommand(const Options& options);
+int LabLatencyCommand(const Options& options);
+int LabCapacityCommand(const Options& options);
+int LabSweepCommand(const Options& options);
+int LabReportCommand(const Options& options);
 int LabStreamCommand(const Options& options);
+int TuneCommand(const Options& options);
+
+int BenchAttentionCommand(const Options& options);
+int BenchModelCommand(const Options& options);
+int BenchSharingCommand(const Options& options);
 int BenchOverheadCommand(const Options& options);
+
+int PrefixListCommand(const Options& options);
+int PrefixPinCommand(const Options& options, int64_t id, bool off);
+int PrefixRemoveCommand(const Options& options, const std::vector<int64_t>& ids);
 
 int StoreStatsCommand(const Options& options);
 int StoreVerifyCommand(const Options& options);

@@ -31,7 +31,8 @@ std::string BashCompletion(const CLI::App& app) {
   AddCases(app, "", &cases);
   return R"bash(# Bash completion of kvcell: source it, or `kvcell completion bash > ~/.local/share/bash-completion/completions/kvcell`.
 _kvcell() {
-  local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} path='' word words=''
+  local current=${COMP_WORDS[COMP_CWORD]} previous=${COMP_WORDS[COMP_CWORD - 1]} path='' word words='' i
+  COMPREPLY=()
   for word in "${COMP_WORDS[@]:1:COMP_CWORD-1}"; do
     case "$word" in
       -*) break ;;
@@ -39,11 +40,22 @@ _kvcell() {
     esac
   done
   case "$previous" in
-    --session) COMPREPLY=($(compgen -W "$(kvcell sessions ls 2>/dev/null | cut -f1)" -- "$current")); return ;;
-    --codec) COMPREPLY=($(compgen -W 'f16 i8 i4' -- "$current")); return ;;
+    --session)
+      # Names come from whoever wrote the store: they are data here, never expanded, and quoted for the command line.
+      local -a names store=()
+      for ((i = 1; i + 1 < COMP_CWORD; ++i)); do
+        [ "${COMP_WORDS[i]}" = --store ] && store=(--store "${COMP_WORDS[i + 1]}")
+      done
+      mapfile -t names < <(kvcell sessions ls "${store[@]}" 2>/dev/null | cut -f1)
+      for word in "${names[@]}"; do
+        [ "${word:0:${#current}}" = "$current" ] && COMPREPLY+=("$(printf '%q' "$word")")
+      done
+      return ;;
+    --codec) COMPREPLY=($(compgen -W 'f16 i8 i5 i4 i43 i3' -- "$current")); return ;;
     --durability) COMPREPLY=($(compgen -W 'none process power' -- "$current")); return ;;
-    --store) COMPREPLY=($(compgen -d -- "$current")); return ;;
-    -m|--model|-f|--file|--config) COMPREPLY=($(compgen -f -- "$current")); return ;;
+    --store) compopt -o dirnames; return ;;
+    --profile) COMPREPLY=($(compgen -W 'quality balanced elastic long-context edge server' -- "$current")); return ;;
+    -m|--model|-f|--file|--config|--report|--state|--rules|--metrics|--trace|--sample) return ;;  # a file's name: readline's own completion
   esac
   case "$path" in
 )bash" + cases +

@@ -37,7 +37,9 @@ Result<std::string> ScalarText(const std::string& path, const std::string& name,
 Result<std::vector<ConfigEntry>> ReadConfigFile(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
   std::stringstream text;
-  if (!file || !(text << file.rdbuf())) {
+  // An empty file makes `<<` fail, and is no error.
+  if (file && file.peek() != std::ifstream::traits_type::eof()) text << file.rdbuf();
+  if (!file.is_open() || file.bad() || text.fail()) {
     return Fail(errno == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
                 fmt::format("{}: the configuration file can't be read: {}", path, std::strerror(errno)));
   }
@@ -57,6 +59,12 @@ Result<std::vector<ConfigEntry>> ReadConfigFile(const std::string& path) {
       }
       entry.name = pair.first.Scalar();
       std::replace(entry.name.begin(), entry.name.end(), '_', '-');
+      const auto earlier = std::find_if(entries.begin(), entries.end(),
+                                        [&](const ConfigEntry& other) { return other.name == entry.name; });
+      if (earlier != entries.end()) {
+        return Fail(StatusCode::kInvalidArgument, fmt::format("{}:{}: {} is set in line {} already; keep one of them",
+                                                              path, entry.line, entry.name, earlier->line));
+      }
       Result<std::string> value = ScalarText(path, entry.name, pair.second);
       if (!value) return Fail(value.error());
       entry.value = *std::move(value);

@@ -18,6 +18,7 @@
 #include "base/gpu_probe.h"
 #include "base/memory_probe.h"
 #include "cli/interrupt.h"
+#include "cli/output.h"
 #include "kvcell/rules.h"
 
 namespace kvcell::cli {
@@ -376,9 +377,9 @@ Status Control::StartSampling(const std::string& path, double every_s) {
 }
 
 void Control::Sample(std::FILE* file, double every_s) {
-  fmt::print(file,
-             "seconds,host_total,host_available,cgroup_limit,cgroup_used,process_resident,process_anonymous,gpu_total,"
-             "gpu_used,kv_ram,kv_active,kv_quantized,kv_persisted,kv_recovering,tokens,misses,pressure\n");
+  Print(file,
+        "seconds,host_total,host_available,cgroup_limit,cgroup_used,process_resident,process_anonymous,gpu_total,"
+        "gpu_used,kv_ram,kv_active,kv_quantized,kv_persisted,kv_recovering,tokens,misses,pressure\n");
   const auto start = std::chrono::steady_clock::now();
   for (int64_t i = 0;; ++i) {
     const auto host = ProbeSystemMemory();
@@ -393,11 +394,11 @@ void Control::Sample(std::FILE* file, double every_s) {
       s = target_.cache->Stats();
     }
     const double at = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-    fmt::print(file, "{:.3f},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n", at, host ? host->total : 0,
-               host ? host->available : 0, group ? group->limit : 0, group ? group->used : 0,
-               process ? process->resident : 0, process ? process->anonymous : 0, gpu ? gpu->total : 0,
-               gpu ? gpu->used : 0, s.ram_bytes, s.bytes_by_state[0], s.bytes_by_state[1], s.bytes_by_state[2],
-               s.bytes_by_state[3], tokens(), s.misses_streamed + s.misses_recovering, s.pressure);
+    Print(file, "{:.3f},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{},{}\n", at, host ? host->total : 0,
+          host ? host->available : 0, group ? group->limit : 0, group ? group->used : 0,
+          process ? process->resident : 0, process ? process->anonymous : 0, gpu ? gpu->total : 0, gpu ? gpu->used : 0,
+          s.ram_bytes, s.bytes_by_state[0], s.bytes_by_state[1], s.bytes_by_state[2], s.bytes_by_state[3], tokens(),
+          s.misses_streamed + s.misses_recovering, s.pressure);
     std::fflush(file);
     const auto next = start + std::chrono::duration<double>(every_s * static_cast<double>(i + 1));
     while (std::chrono::steady_clock::now() < next) {

@@ -19,6 +19,10 @@ double MillisecondsSince(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
+bool HasWindows(const Geometry& geometry) {
+  return std::any_of(geometry.begin(), geometry.end(), [](const LayerGeometry& layer) { return layer.window > 0; });
+}
+
 template <typename T>
 void ReadField(const nlohmann::json& object, const char* name, T* value) {
   const auto field = object.find(name);
@@ -27,7 +31,7 @@ void ReadField(const nlohmann::json& object, const char* name, T* value) {
 
 }  // namespace
 
-ConversationSettings SettingsFrom(const Options& options, bool sampler_given) {
+ConversationSettings SettingsFrom(const Options& options, SamplerGiven sampler_given) {
   return {.session = options.session,
           .sampler = {.temperature = static_cast<float>(options.temp),
                       .top_k = options.top_k,
@@ -42,12 +46,14 @@ Result<std::unique_ptr<Conversation>> Conversation::Open(Engine* engine, const C
   std::unique_ptr<Conversation> conversation(new Conversation(engine, settings));
   conversation->turn_start_ = Clock::now();
   if (!settings.session.empty()) {
-    Result<OpenedSession> opened = engine->cache->OpenSession(settings.session);
-    if (opened) {
+    Result<OpenedSession> opened = engine->cache->OpenSession(settings.session, /*create=*/true);
+    if (!opened) return Fail(opened.error());
+    if (opened->created) {
+      conversation->sequence_ = opened->sequence;
+    } else {
       KVCELL_FAIL_IF_ERROR(conversation->Resume(*std::move(opened), settings.sampler_given));
-      return conversation;
     }
-    if (opened.error().code() != StatusCode::kNotFound) return Fail(opened.error());
+    return conversation;
   }
   const Result<SequenceId> sequence = engine->cache->Create();
   if (!sequence) return Fail(sequence.error());
@@ -55,7 +61,7 @@ Result<std::unique_ptr<Conversation>> Conversation::Open(Engine* engine, const C
   return conversation;
 }
 
-Status Conversation::Resume(OpenedSession opened, bool sampler_given) {
+Status Conversation::Resume(OpenedSession opened, SamplerGiven sampler_given) {
   resumed_ = true;
   sequence_ = opened.sequence;
   ReadExtras(opened.extras, sampler_given);
@@ -82,19 +88,19 @@ Status Conversation::Resume(OpenedSession opened, bool sampler_given) {
   return OkStatus();
 }
 
-void Conversation::ReadExtras(const std::string& extras, bool sampler_given) {
+void Conversation::ReadExtras(const std::string& extras, SamplerGiven sampler_given) {
   // Another program may have stored the session: whatever is not as expected is left at its default.
   const nlohmann::json object = nlohmann::json::parse(extras, nullptr, false);
   if (!object.is_object()) return;
   ReadField(object, "ended", &ended_);
   if (!raw_) ReadField(object, "raw", &raw_);
-  if (const auto sampler = object.find("sampler"); !sampler_given && sampler != object.end() && sampler->is_object()) {
+  if (const auto sampler = object.find("sampler"); sampler != object.end() && sampler->is_object()) {
     SamplerOptions options = sampler_.options();
-    ReadField(*sampler, "temperature", &options.temperature);
-    ReadField(*sampler, "top_k", &options.top_k);
-    ReadField(*sampler, "top_p", &options.top_p);
-    ReadField(*sampler, "min_p", &options.min_p);
-    ReadField(*sampler, "seed", &options.seed);
+    if (!sampler_given.temp) ReadField(*sampler, "temperature", &options.temperature);
+    if (!sampler_given.top_k) ReadField(*sampler, "top_k", &options.top_k);
+    if (!sampler_given.top_p) ReadField(*sampler, "top_p", &options.top_p);
+    if (!sampler_given.min_p) ReadField(*sampler, "min_p", &options.min_p);
+    if (!sampler_given.seed) ReadField(*sampler, "seed", &options.seed);
     sampler_ = Sampler(options);
   }
   if (const auto pending = object.find("pending"); pending != object.end() && pending->is_array()) {
@@ -126,36 +132,65 @@ std::string Conversation::WriteExtras() const {
 Result<std::vector<Token>> Conversation::TurnTokens(const std::string& text) const {
   const Model& model = *engine_->model;
   if (raw_) return model.Tokenize(text, /*special=*/empty(), /*parse=*/false);
-  if (empty()) {
-    const Result<std::string> turn = model.ApplyChatTemplate(std::vector<ChatMessage>{{"user", text}}, true);
+  // Text that spells one of the model's control tokens stays text: it is tokenized apart from the template, whose
+  // control tokens count. Other text is tokenized together with it, as the model was trained to see it.
+  if (!model.SpellsControlTokens(text)) {
+    const Result<std::string> turn = TurnText(text);
     if (!turn) return Fail(turn.error());
-    return model.Tokenize(*turn, /*special=*/true, /*parse=*/true);
+    return model.Tokenize(*turn, /*special=*/empty(), /*parse=*/true);
   }
+  const std::string stand_in = "kvcell-this-question";
+  const Result<std::string> turn = TurnText(stand_in);
+  if (!turn) return Fail(turn.error());
+  const size_t at = turn->find(stand_in);
+  if (at == std::string::npos) {
+    return Fail(StatusCode::kUnsupported, "the model's chat template changes what it is given; use --raw");
+  }
+  Result<std::vector<Token>> tokens = model.Tokenize(turn->substr(0, at), /*special=*/empty(), /*parse=*/true);
+  if (!tokens) return tokens;
+  const std::string after = turn->substr(at + stand_in.size());
+  for (const auto& [part, parse] : {std::pair<const std::string&, bool>(text, false), {after, true}}) {
+    const Result<std::vector<Token>> more = model.Tokenize(part, /*special=*/false, parse);
+    if (!more) return more;
+    tokens->insert(tokens->end(), more->begin(), more->end());
+  }
+  return tokens;
+}
+
+// The user's turn as the chat template writes it where the conversation stands.
+Result<std::string> Conversation::TurnText(const std::string& text) const {
+  const Model& model = *engine_->model;
+  if (empty()) return model.ApplyChatTemplate(std::vector<ChatMessage>{{"user", text}}, true);
   // What the template puts after an answer: its end mark, then the next turn. A made exchange shows it.
   const std::string answer = "kvcell-earlier-answer";
   const Result<std::string> whole =
       model.ApplyChatTemplate(std::vector<ChatMessage>{{"user", "u"}, {"assistant", answer}, {"user", text}}, true);
-  if (!whole) return Fail(whole.error());
+  if (!whole) return whole;
   const size_t at = whole->find(answer);
   if (at == std::string::npos) {
     return Fail(StatusCode::kUnsupported,
                 "the model's chat template drops earlier answers, so a turn can't be added; use --raw");
   }
-  return model.Tokenize(whole->substr(at + answer.size()), /*special=*/false, /*parse=*/true);
+  return whole->substr(at + answer.size());
 }
 
 Status Conversation::AddPrompt(const std::string& text) {
-  const Result<std::vector<Token>> tokens = TurnTokens(text);
-  if (!tokens) return tokens.error();
-  const int64_t before = Length() + static_cast<int64_t>(pending_.size());
-  const auto added = static_cast<int64_t>(tokens->size());
-  if (before + added >= engine_->context) {
+  const int64_t before = TotalLength();
+  const auto too_long = [&](std::string_view at_least, int64_t added) {
     return Status(
         StatusCode::kInvalidArgument,
-        fmt::format("the prompt has {} tokens{}, and the context holds {} with the answer; shorten it or raise --ctx",
-                    FormatCount(added), before > 0 ? fmt::format(", {} are there already", FormatCount(before)) : "",
+        fmt::format("the prompt has {}{} tokens{}, and the context holds {} with the answer; shorten it or raise --ctx",
+                    at_least, FormatCount(added),
+                    before > 0 ? fmt::format(", {} are there already", FormatCount(before)) : "",
                     FormatCount(engine_->context)));
-  }
+  };
+  // Tokenizing takes more than linear time: text that can't fit is refused by its length.
+  const auto least = static_cast<int64_t>(text.size() / engine_->model->LongestPiece());
+  if (before + least >= engine_->context) return too_long("at least ", least);
+  const Result<std::vector<Token>> tokens = TurnTokens(text);
+  if (!tokens) return tokens.error();
+  const auto added = static_cast<int64_t>(tokens->size());
+  if (before + added >= engine_->context) return too_long("", added);
   if (added == 0 && before == 0)
     return Status(StatusCode::kInvalidArgument, "the prompt holds no tokens; give some text");
   if (added == 0) return OkStatus();
@@ -175,6 +210,18 @@ Status Conversation::Step(std::span<const Token> tokens, bool want_logits) {
   KVCELL_RETURN_IF_ERROR(engine_->model->Forward(engine_->cache.get(), {&step, 1}, &logits));
   if (engine_->control != nullptr) engine_->control->NoteTokens(static_cast<int64_t>(tokens.size()));
   logits_ = std::move(logits);
+  return OkStatus();
+}
+
+// An empty conversation begins with what others have computed of its first tokens.
+Status Conversation::BeginWithPrefix() {
+  if (!engine_->shares_prefixes || Length() > 0 || pending_.empty()) return OkStatus();
+  std::unique_lock<std::mutex> lock;
+  if (engine_->control != nullptr) lock = engine_->control->Step();
+  Result<PrefixUse> use = engine_->cache->Reuse(sequence_, pending_);
+  if (!use) return use.error();
+  prefix_ = *std::move(use);
+  pending_.erase(pending_.begin(), pending_.begin() + static_cast<std::ptrdiff_t>(prefix_.tokens));
   return OkStatus();
 }
 
@@ -203,12 +250,20 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
   const Clock::time_point start = turn_start_.value_or(Clock::now());
   turn_start_.reset();
   const Clock::time_point feed_start = Clock::now();
+  KVCELL_FAIL_IF_ERROR(BeginWithPrefix());
   const auto queued = static_cast<int64_t>(pending_.size());
   bool stopped = false;
   const Status fed = Feed(hooks, &stopped);
   answer.prompt_tokens = queued - static_cast<int64_t>(pending_.size());
   answer.prefill_ms = MillisecondsSince(feed_start);
   if (!fed.ok()) return Fail(fed);
+  if (engine_->shares_prefixes && HasWindows(engine_->model->facts().geometry)) {
+    // What a sliding window needs at the prompt's end is gone once the answer has moved on. What can't be stored now is
+    // told by Save.
+    std::unique_lock<std::mutex> lock;
+    if (engine_->control != nullptr) lock = engine_->control->Step();
+    (void)engine_->cache->Publish(sequence_);
+  }
 
   Utf8Stream stream;
   const auto show = [&](const std::string& text) {
@@ -251,9 +306,9 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
 }
 
 Status Conversation::Save() {
-  if (session_.empty()) return OkStatus();
   std::unique_lock<std::mutex> lock;
   if (engine_->control != nullptr) lock = engine_->control->Step();
+  if (session_.empty()) return engine_->shares_prefixes ? engine_->cache->Publish(sequence_) : OkStatus();
   KVCELL_RETURN_IF_ERROR(engine_->cache->Save(sequence_, session_, logits_, WriteExtras()));
   if (engine_->control != nullptr) engine_->control->NoteSaved(Length());
   return OkStatus();

@@ -34,14 +34,32 @@ Status CheckBudget(const EnginePlan& plan) {
                   FormatSize(budget), FormatCount(plan.context), FormatSize(plan.budget_floor), plan.budget_floor));
 }
 
+// A codec in use that is not attended in place; null: none.
+const CodecSpec* DecodedFirst(const CacheOptions& cache) {
+  const auto in_place = [](const CodecSpec& codec) { return AttendedInPlace(codec.k) && AttendedInPlace(codec.v); };
+  if (!in_place(cache.codec)) return &cache.codec;
+  const auto found =
+      std::ranges::find_if(cache.codec_ranges, [&](const CodecRange& range) { return !in_place(range.codec); });
+  return found == cache.codec_ranges.end() ? nullptr : &found->codec;
+}
+
 }  // namespace
 
-Result<uint64_t> BudgetFloor(CacheOptions cache, const MemoryPlan& without_store, int64_t context,
-                             int32_t n_sequences) {
+Result<uint64_t> BudgetFloor(CacheOptions cache, int64_t context, int32_t n_sequences) {
+  // How much the whole context takes depends on the budget itself, which decides on the size of chunks.
+  cache.ram_budget = 1;
+  cache.store.clear();
+  uint64_t whole = 0;
+  for (int round = 0; round < 4 && whole != cache.ram_budget; ++round) {
+    if (whole != 0) cache.ram_budget = whole;
+    const Result<MemoryPlan> plan = PlanMemory(cache, context, n_sequences);
+    if (!plan) return Fail(plan.error());
+    whole = std::max(whole, WholeContext(*plan));
+  }
   cache.store = "any";  // cells come back from it through a little memory of its own
   const Result<MemoryPlan> with_store = PlanMemory(cache, context, n_sequences);
   if (!with_store) return Fail(with_store.error());
-  return std::min(WholeContext(without_store), with_store->minimum);
+  return std::min(whole, with_store->minimum);
 }
 
 Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
@@ -63,21 +81,28 @@ Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
   plan.cache.rope = facts.rope;
   const Rules& rules = plan.cache.rules == nullptr ? *DefaultRules() : *plan.cache.rules;
   for (const EvictWindow& window : rules.windows) {
-    if (window.keep) plan.cache.store = options.store;
+    if (!window.keep) continue;
+    KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
+    plan.cache.store = options.store;
   }
   if (!options.session.empty()) {
     if (const Status status = CheckSessionName(options.session); !status.ok()) return Refuse(status, "--session");
+    KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
     plan.cache.store = options.store;
   }
-  Result<MemoryPlan> memory = PlanMemory(plan.cache, plan.context, 1);
+  plan.cache.max_sequences = std::max(1, options.samples);
+  Result<MemoryPlan> memory = PlanMemory(plan.cache, plan.context, plan.cache.max_sequences);
   if (!memory) return Fail(memory.error());
   if (!plan.cache.store.empty()) {
     plan.budget_floor = memory->minimum;
   } else {
-    const Result<uint64_t> floor = BudgetFloor(plan.cache, *memory, plan.context, 1);
+    const Result<uint64_t> floor = BudgetFloor(plan.cache, plan.context, plan.cache.max_sequences);
     if (!floor) return Fail(floor.error());
     plan.budget_floor = *floor;
-    if (plan.cache.ram_budget > 0 && plan.cache.ram_budget < WholeContext(*memory)) plan.cache.store = options.store;
+    if (plan.cache.ram_budget > 0 && plan.cache.ram_budget < WholeContext(*memory)) {
+      KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
+      plan.cache.store = options.store;
+    }
   }
   plan.memory = *memory;
   KVCELL_FAIL_IF_ERROR(CheckBudget(plan));
@@ -106,6 +131,12 @@ Result<Engine> OpenEngine(const Options& options) {
     PrintWarning(fmt::format("--ctx {} is more than the {} tokens that {} was trained for; answers may make no sense",
                              plan->context, facts->context_train, facts->name));
   }
+  if (const CodecSpec* slow = DecodedFirst(plan->cache); slow != nullptr && !options.quiet) {
+    PrintWarning(
+        fmt::format("codec {} is decoded before it is attended, which is slow; `kvcell info --codecs` shows "
+                    "which ones are attended in place",
+                    CodecText(*slow)));
+  }
 
   const auto start = std::chrono::steady_clock::now();
   Engine engine;
@@ -117,7 +148,18 @@ Result<Engine> OpenEngine(const Options& options) {
   engine.load_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 
   plan->cache.identity = engine.model->identity();
+  const bool needs_store = !plan->cache.store.empty();
+  engine.shares_prefixes = !options.no_prefix && !options.store.empty() && rules.MayShare();
+  if (engine.shares_prefixes) plan->cache.store = options.store;
   Result<std::unique_ptr<Cache>> cache = Cache::Open(plan->cache);
+  if (!cache && engine.shares_prefixes && !needs_store) {
+    // Nobody asked for the store: without it the answer is the same, only the prompt is computed whole.
+    if (!options.quiet)
+      PrintWarning(fmt::format("prompts are not shared with other runs: {}", cache.error().message()));
+    engine.shares_prefixes = false;
+    plan->cache.store.clear();
+    cache = Cache::Open(plan->cache);
+  }
   if (!cache) return Fail(cache.error());
   engine.cache = *std::move(cache);
   return engine;
@@ -135,7 +177,7 @@ Status OpenToOthers(const Options& options, SequenceId sequence, Engine* engine)
   return options.sample.empty() ? OkStatus() : engine->control->StartSampling(options.sample, options.sample_every);
 }
 
-Status WriteObservations(const Options& options, const Engine& engine) {
+Status WriteObservations(const Options& options, const Engine& engine, int64_t tokens) {
   const auto write = [](const std::string& path, const std::string& text) {
     std::FILE* file = std::fopen(path.c_str(), "wb");
     if (file == nullptr || std::fwrite(text.data(), 1, text.size(), file) != text.size() || std::fclose(file) != 0) {
@@ -144,7 +186,7 @@ Status WriteObservations(const Options& options, const Engine& engine) {
     return OkStatus();
   };
   if (!options.metrics.empty()) {
-    KVCELL_RETURN_IF_ERROR(write(options.metrics, MetricsText(*engine.cache, engine.control->tokens())));
+    KVCELL_RETURN_IF_ERROR(write(options.metrics, MetricsText(*engine.cache, tokens)));
   }
   return options.trace.empty() ? OkStatus() : write(options.trace, engine.cache->Trace());
 }

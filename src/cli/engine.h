@@ -18,6 +18,7 @@ struct Engine {
   std::unique_ptr<Control> control;  // before the cache goes; null: nobody sees this process
   int64_t context = 0;               // most tokens of a sequence
   double load_ms = 0.0;              // of the model
+  bool shares_prefixes = false;      // with other runs, through the store
 };
 
 // Most rows per step: prompts are fed in chunks of this many tokens.
@@ -28,8 +29,8 @@ Result<Engine> OpenEngine(const Options& options);
 // Opens the process to others (`kvcell top`, `ctl`) and starts what options ask to be written while it runs. A socket
 // that can't be had is a warning.
 Status OpenToOthers(const Options& options, SequenceId sequence, Engine* engine);
-// What options ask to be written at the end: metrics and trace.
-Status WriteObservations(const Options& options, const Engine& engine);
+// What options ask to be written at the end: metrics, `tokens` of them computed, and trace.
+Status WriteObservations(const Options& options, const Engine& engine, int64_t tokens);
 
 // The checks of OpenEngine alone: cache options for this model without its identity, or what is wrong with the request.
 struct EnginePlan {
@@ -42,7 +43,7 @@ struct EnginePlan {
 // cells to.
 Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts);
 
-// The smallest budget for `n_sequences` of `context` tokens, given the plan without a store.
-Result<uint64_t> BudgetFloor(CacheOptions cache, const MemoryPlan& without_store, int64_t context, int32_t n_sequences);
+// The smallest budget for `n_sequences` of `context` tokens, with a store at hand.
+Result<uint64_t> BudgetFloor(CacheOptions cache, int64_t context, int32_t n_sequences);
 
 }  // namespace kvcell::cli

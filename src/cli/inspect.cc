@@ -35,16 +35,6 @@ struct StoredSession {
   std::vector<StoredCell> cells;
 };
 
-const char* PrecisionName(SideSpec::Type type) {
-  switch (type) {
-    case SideSpec::Type::kF16:
-      return "f16";
-    case SideSpec::Type::kInt8:
-      return "int8";
-    case SideSpec::Type::kInt4:
-      return "int4";
-  }
-  return "?";
 }
 
 StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer, const BlockRecord& block,
@@ -52,8 +42,8 @@ StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer,
   StoredCell cell{.info = std::move(info), .damage = ""};
   const auto head = static_cast<uint16_t>(cell.info.head);
   const CellLayout& layout = layer.coded(head);
-  cell.info.k_precision = PrecisionName(layout.k.spec.type);
-  cell.info.v_precision = PrecisionName(layout.v.spec.type);
+  cell.info.k_precision = TypeName(layout.k.spec.type);
+  cell.info.v_precision = TypeName(layout.v.spec.type);
   const auto& place = block.places[layer.group];
   if (!place) {  // a sliding window has passed it
     cell.info.state = CellState::kEvicted;
@@ -90,6 +80,7 @@ StoredCell OpenCell(const LayerCells& layer, CellInfo info) {
 }
 
 Result<StoredSession> ReadSession(const Options& options) {
+  KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
   const Result<std::unique_ptr<Store>> store = Store::Open(options.store, {.create = false, .read_only = true});
   if (!store) return Fail(store.error());
   Result<SessionRecord> record = (*store)->Load(options.session);
@@ -175,8 +166,8 @@ void PrintCells(const StoredSession& session) {
   const auto sums = SumByState(session.cells);
   for (size_t state = 0; state < sums.size(); ++state) {
     if (sums[state].cells == 0) continue;
-    fmt::print(stderr, "{}: {} cells, {}\n", CellStateName(static_cast<CellState>(state)),
-               FormatCount(sums[state].cells), FormatSize(sums[state].bytes));
+    Print(stderr, "{}: {} cells, {}\n", CellStateName(static_cast<CellState>(state)), FormatCount(sums[state].cells),
+          FormatSize(sums[state].bytes));
   }
 }
 

@@ -3,7 +3,7 @@
 
 namespace kvcell::cli {
 
-// SIGINT and SIGTERM set a flag from now on.
+// SIGINT, SIGTERM and SIGHUP set a flag from now on.
 void CatchInterrupts();
 // The signal that came, 0 for none.
 int InterruptSignal();

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "cell/rules.h"
+#include "cli/bench_rows.h"
 #include "cli/commands.h"
 #include "cli/interrupt.h"
 #include "cli/output.h"
@@ -57,8 +58,8 @@ int LabStreamCommand(const Options& options) {
     table.Add({std::to_string(part.tokens), FormatSize(part.ram_bytes), fmt::format("{:.1f}", part.tokens_per_s)});
   }
   table.Print(stdout);
-  fmt::print("perplexity of {} tokens: {:.4f} streamed, {:.4f} with each window recomputed, ratio {:.4f}\n",
-             result->scored, result->ppl_stream, result->ppl_recomputed, ratio);
+  Print(stdout, "perplexity of {} tokens: {:.4f} streamed, {:.4f} with each window recomputed, ratio {:.4f}\n",
+        result->scored, result->ppl_stream, result->ppl_recomputed, ratio);
   return 0;
 }
 
@@ -68,22 +69,10 @@ int BenchOverheadCommand(const Options& options) {
   const auto rows = BenchOverhead(bench);
   if (!rows) return Failed(rows.error());
   if (options.json) {
-    Json list = Json::array();
-    for (const BenchRow& row : *rows) {
-      list.push_back(
-          {{"name", row.name}, {"value", row.value}, {"unit", row.unit}, {"peer", row.peer}, {"ratio", row.ratio}});
-    }
-    PrintJson({{"rows", list}});
-    return 0;
+    PrintJson({{"rows", BenchRowsJson(*rows)}});
+  } else {
+    PrintBenchRows(*rows);
   }
-  Table table({"NAME", "VALUE", "UNIT", "PEER", "RATIO"});
-  table.AlignRight({1, 3, 4});
-  for (const BenchRow& row : *rows) {
-    table.Add({row.name, fmt::format("{:.4g}", row.value), row.unit,
-               row.peer == 0 ? "" : fmt::format("{:.4g}", row.peer),
-               row.ratio == 0 ? "" : fmt::format("{:.3f}", row.ratio)});
-  }
-  table.Print(stdout);
   return 0;
 }
 

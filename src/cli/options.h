@@ -49,9 +49,11 @@ struct Options {
   int32_t sinks = 4;
   int32_t recent_blocks = 0;
   uint64_t ram_budget = 0;
-  std::string store;  // never empty once resolved
+  std::string store;  // "" where neither an option nor the home directory tells
   uint8_t durability = 1;
   std::string session;
+  int32_t samples = 0;  // 0: one answer, reported as such
+  bool no_prefix = false;
   bool json = false;
   bool quiet = false;
   std::string report;
@@ -70,13 +72,35 @@ struct Options {
   std::string only_state;
   int64_t from_token = 0;
   int64_t to_token = INT64_MAX;
-  // lab quality
+  // lab
   int64_t windows = 16;
   bool peer = false;
   bool weights_f32 = false;
   std::string state;
+  // bench
+  std::vector<int64_t> tokens;
+  std::vector<int64_t> queries;
+  std::vector<int64_t> depths;
+  int32_t group = 0;
+  int32_t rounds = 0;  // 0: the benchmark's own
+  std::vector<std::string> types;
+  std::string phase;
+  std::string folder;
+  // lab: what is written, read, asked
+  std::string output;
+  std::string from;
+  std::vector<std::string> measurements;
+  int64_t questions = 0;  // 0: the command's own number
+  bool channels = false;
+  bool by_layer = false;
+  double kld_limit = 0.01;
   std::vector<std::string> given;  // names of the options that were set anywhere
   bool Given(std::string_view name) const;
+};
+
+// Which of the sampler's options somebody set: a session goes on with what it was stored with for the others.
+struct SamplerGiven {
+  bool temp = false, top_k = false, top_p = false, min_p = false, seed = false;
 };
 
 struct OptionSpec {
@@ -87,6 +111,8 @@ struct OptionSpec {
   std::string_view help;  // what it is, its unit, and what raising or lowering it costs
   bool many = false;      // takes several values
   bool setting = true;    // worth a place in a configuration file; `config show` prints it
+  // What the environment and configuration files call it, where that is another option's name.
+  std::string_view setting_name = {};
   Status (*set)(const std::string& text, Options* options) = nullptr;
 };
 
@@ -136,8 +162,10 @@ Result<CacheOptions> ToCacheOptions(const Options& options);
 // The rules of --rules or --profile with what else was asked for; null where neither is given.
 Result<std::shared_ptr<const Rules>> RulesFrom(const Options& options);
 
-// Where sessions live without --store: $XDG_DATA_HOME/kvcell, else ~/.local/share/kvcell.
+// Where sessions live without --store: $XDG_DATA_HOME/kvcell, else ~/.local/share/kvcell; "" where neither is known.
 std::string DefaultStore();
+// kInvalidArgument where there is no store to use.
+Status CheckStoreKnown(const Options& options);
 
 // The name of an option's environment variable.
 std::string EnvironmentName(std::string_view option);

@@ -1,10 +1,13 @@
 #include "cli/output.h"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <csignal>
 #include <cstring>
 #include <fstream>
 
@@ -27,11 +30,13 @@ std::string Padded(const std::string& text, size_t width, bool right) {
 
 }  // namespace
 
+void Write(std::FILE* stream, std::string_view text) { std::fwrite(text.data(), 1, text.size(), stream); }
+
 bool IsTerminal(std::FILE* stream) { return isatty(fileno(stream)) == 1; }
 
 void PrintJson(const Json& object) {
-  fmt::print("{}\n", object.dump(-1, ' ', false, Json::error_handler_t::replace));
-  std::fflush(stdout);
+  Write(stdout, object.dump(-1, ' ', false, Json::error_handler_t::replace) + "\n");
+  std::fflush(stdout);  // FinishOutput tells when it failed
 }
 
 Status WriteJsonFile(const std::string& path, const Json& object) {
@@ -43,12 +48,12 @@ Status WriteJsonFile(const std::string& path, const Json& object) {
   return OkStatus();
 }
 
-void PrintError(const Status& status) { fmt::print(stderr, "kvcell: {}\n", status.message()); }
-void PrintWarning(std::string_view message) { fmt::print(stderr, "kvcell: warning: {}\n", message); }
+void PrintError(const Status& status) { Print(stderr, "kvcell: {}\n", status.message()); }
+void PrintWarning(std::string_view message) { Print(stderr, "kvcell: warning: {}\n", message); }
 
 void Table::Print(std::FILE* stream) const {
   if (!IsTerminal(stream)) {
-    for (const auto& row : rows_) fmt::print(stream, "{}\n", fmt::join(row, "\t"));
+    for (const auto& row : rows_) Write(stream, fmt::format("{}\n", fmt::join(row, "\t")));
     return;
   }
   std::vector<size_t> widths;
@@ -63,7 +68,7 @@ void Table::Print(std::FILE* stream) const {
       text += Padded(row[i], widths[i], std::find(right_.begin(), right_.end(), i) != right_.end());
     }
     text.erase(text.find_last_not_of(' ') + 1);
-    fmt::print(stream, "{}\n", text);
+    Write(stream, text + "\n");
   };
   const bool titled =
       std::any_of(header_.begin(), header_.end(), [](const std::string& title) { return !title.empty(); });
@@ -84,17 +89,39 @@ void Progress::Show(int64_t done, int64_t total) {
     rest = fmt::format(", {} left",
                        FormatMilliseconds(ms * static_cast<double>(total - done) / static_cast<double>(done)));
   }
-  fmt::print(stderr, "\r{} [{:=<{}}{:<{}}] {} of {}{}\033[K", what_, "", filled, "", kCells - filled, FormatCount(done),
-             FormatCount(total), rest);
+  Print(stderr, "\r{} [{:=<{}}{:<{}}] {} of {}{}\033[K", what_, "", filled, "", kCells - filled, FormatCount(done),
+        FormatCount(total), rest);
   std::fflush(stderr);
   drawn_ = true;
 }
 
 void Progress::Clear() {
   if (!drawn_) return;
-  fmt::print(stderr, "\r\033[K");
+  Print(stderr, "\r\033[K");
   std::fflush(stderr);
   drawn_ = false;
+}
+
+void PrepareStandardStreams() {
+  for (int fd = 0; fd <= 2; ++fd) {
+    // Read-only for standard output: a write to a stream that was closed fails, as it should.
+    if (fcntl(fd, F_GETFD) == -1 && open("/dev/null", fd == STDERR_FILENO ? O_WRONLY : O_RDONLY) < 0) return;
+  }
+  std::signal(SIGPIPE, SIG_IGN);
+}
+
+bool OutputFailed() { return std::ferror(stdout) != 0; }
+
+int FinishOutput(int code) {
+  errno = 0;
+  if (std::fflush(stdout) == 0 && !OutputFailed()) return code;
+  const int reason = errno;
+  struct pollfd output = {.fd = STDOUT_FILENO, .events = 0, .revents = 0};
+  const bool reader_left = poll(&output, 1, 0) > 0 && (output.revents & POLLERR) != 0;
+  if (reader_left) return code == 0 ? 128 + SIGPIPE : code;
+  Print(stderr, "kvcell: standard output can't be written{}{}\n", reason != 0 ? ": " : "",
+        reason != 0 ? std::strerror(reason) : "");
+  return code == 0 ? 1 : code;
 }
 
 int ExitCode(const Status& status) {

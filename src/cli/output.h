@@ -1,12 +1,15 @@
 // What people see: tables, progress, warnings; and what scripts read: one JSON object.
 #pragma once
 
+#include <fmt/format.h>
+
 #include <chrono>
 #include <cstdint>
 #include <cstdio>
 #include <nlohmann/json.hpp>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "kvcell/status.h"
@@ -17,6 +20,13 @@ namespace kvcell::cli {
 using Json = nlohmann::ordered_json;
 
 bool IsTerminal(std::FILE* stream);
+
+// Prints without throwing, as fmt::print does where a write fails; FinishOutput tells of that once.
+void Write(std::FILE* stream, std::string_view text);
+template <typename... T>
+void Print(std::FILE* stream, fmt::format_string<T...> format, T&&... args) {
+  Write(stream, fmt::format(format, std::forward<T>(args)...));
+}
 
 // Prints the object on standard output, on one line; bytes that are no UTF-8 are replaced.
 void PrintJson(const Json& object);
@@ -57,6 +67,15 @@ class Progress {
   bool drawn_ = false;
   std::chrono::steady_clock::time_point start_;
 };
+
+// Makes descriptors 0 to 2 exist, so that no file of ours gets their number, and turns a closed pipe into a failed
+// write.
+void PrepareStandardStreams();
+// True once something could not be written to standard output: nobody reads what is printed from now on.
+bool OutputFailed();
+// Ends the output: `code` where everything was written; else tells why not and gives 1, or 141 without a word for a
+// reader that went away, as `head` does.
+int FinishOutput(int code);
 
 // How the process ends for a failure: 2 for a wrong request, 1 for everything else.
 int ExitCode(const Status& status);

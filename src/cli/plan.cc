@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/memory_probe.h"
 #include "cli/commands.h"
 #include "cli/engine.h"
 #include "cli/output.h"
@@ -21,18 +22,26 @@ namespace {
 struct PlannedModel {
   Geometry geometry;
   uint64_t weights = 0;
+  uint64_t heap = 0;             // vocabulary and the like, measured once the model is there
   std::unique_ptr<Model> model;  // null where only a shape was given
 };
 
 Result<PlannedModel> FindModel(const Options& options) {
   PlannedModel planned;
+  const bool shaped = options.layers > 0 || options.kv_heads > 0 || options.head_dim > 0 || options.heads > 0;
   if (!options.model.empty()) {
+    if (shaped) {
+      return Fail(StatusCode::kInvalidArgument,
+                  "the model file has a shape of its own; leave out --layers, --heads, --kv-heads and --head-dim");
+    }
     Result<std::unique_ptr<Model>> model =
         Model::Load(options.model, {.n_threads = options.threads, .max_batch = kChunkTokens});
     if (!model) return Fail(model.error());
     planned.model = *std::move(model);
     planned.geometry = planned.model->facts().geometry;
     planned.weights = planned.model->facts().weights_bytes;
+    const Result<ProcessMemory> memory = ProbeProcessMemory();
+    if (memory) planned.heap = memory->anonymous;
     return planned;
   }
   if (options.layers == 0 || options.kv_heads == 0 || options.head_dim == 0) {
@@ -57,11 +66,11 @@ struct PlanRow {
   int64_t context = 0;
   int64_t batch = 0;
   std::string codec;
-  uint64_t kv = 0;  // cells, coded and exact
+  uint64_t kv = 0;  // cells, coded and exact, at full context
   uint64_t f16 = 0;
   uint64_t weights = 0;
-  uint64_t working = 0;    // scratch, tables and the model's compute buffers
-  uint64_t cache_ram = 0;  // what the cache takes: kv and its scratch
+  uint64_t working = 0;    // the rest: what the cache takes beside, tables, compute buffers, vocabulary, the program
+  uint64_t cache_ram = 0;  // what the cache takes: kv, rounded up to chunks, and its scratch
   uint64_t minimum = 0;    // smallest --ram-budget
 };
 
@@ -75,19 +84,19 @@ Result<PlanRow> MakeRow(const PlannedModel& planned, CacheOptions cache, int64_t
   cache.max_step_tokens = static_cast<int32_t>(std::min<int64_t>(kChunkTokens, context));
   const Result<MemoryPlan> memory = PlanMemory(cache, context, static_cast<int32_t>(batch));
   if (!memory) return Fail(memory.error());
-  const Result<uint64_t> floor = BudgetFloor(cache, *memory, context, static_cast<int32_t>(batch));
+  const Result<uint64_t> floor = BudgetFloor(cache, context, static_cast<int32_t>(batch));
   if (!floor) return Fail(floor.error());
   const int rows = static_cast<int>(std::min<int64_t>(kChunkTokens, context * batch));
-  return PlanRow{
-      .context = context,
-      .batch = batch,
-      .codec = codec,
-      .kv = memory->coded + memory->exact,
-      .f16 = memory->f16,
-      .weights = planned.weights,
-      .working = memory->scratch + memory->metadata + (planned.model ? planned.model->WorkingBytes(rows) : 0),
-      .cache_ram = memory->total,
-      .minimum = *floor};
+  return PlanRow{.context = context,
+                 .batch = batch,
+                 .codec = codec,
+                 .kv = memory->cells,
+                 .f16 = memory->f16,
+                 .weights = planned.weights,
+                 .working = memory->total - std::min(memory->total, memory->cells) + memory->metadata + planned.heap +
+                            (planned.model ? planned.model->WorkingBytes(rows) : 0),
+                 .cache_ram = memory->total,
+                 .minimum = *floor};
 }
 
 Result<std::vector<PlanRow>> MakeRows(const Options& options) {

@@ -53,19 +53,19 @@ int RulesCheckCommand(const Options& options, const std::string& path) {
     PrintJson(object);
     return ok ? 0 : 1;
   }
-  for (const RuleMessage& m : check.errors) fmt::print(stderr, "kvcell: {}:{}: {}\n", path, m.line, m.message);
+  for (const RuleMessage& m : check.errors) Print(stderr, "kvcell: {}:{}: {}\n", path, m.line, m.message);
   for (const RuleMessage& m : check.warnings) {
     PrintWarning(m.line > 0 ? fmt::format("{}:{}: {}", path, m.line, m.message)
                             : fmt::format("{}: {}", path, m.message));
   }
-  if (ok) fmt::print("{}: {} rules, sound\n", path, check.rules->n_written);
+  if (ok) Print(stdout, "{}: {} rules, sound\n", path, check.rules->n_written);
   return ok ? 0 : 1;
 }
 
 int RulesShowCommand(const Options&, const std::string& name) {
   const auto rules = ProfileRules(name);
   if (!rules) return Failed(rules.error());
-  fmt::print("{}", ProfileText(name));
+  Print(stdout, "{}", ProfileText(name));
   return 0;
 }
 
@@ -76,7 +76,7 @@ int RulesGraphCommand(const Options& options, const std::string& path, bool dot)
   if (options.json) {
     PrintJson({{"format", dot ? "dot" : "mermaid"}, {"graph", picture}});
   } else {
-    fmt::print("{}", picture);
+    Print(stdout, "{}", picture);
   }
   return 0;
 }
@@ -84,7 +84,7 @@ int RulesGraphCommand(const Options& options, const std::string& path, bool dot)
 int RulesPromelaCommand(const Options&, const std::string& path) {
   const auto rules = Load(path);
   if (!rules) return Failed(rules.error());
-  fmt::print("{}", PromelaModel(**rules));
+  Print(stdout, "{}", PromelaModel(**rules));
   return 0;
 }
 

@@ -44,7 +44,7 @@ void TellEnd(const Options& options, const Conversation& conversation, const Ans
 
 }  // namespace
 
-int RunCommand(const Options& options, bool sampler_given) {
+int RunCommand(const Options& options, SamplerGiven sampler_given) {
   const bool has_prompt = options.prompt.has_value() || options.file.has_value();
   if (!has_prompt && options.session.empty()) {
     return Failed(
@@ -52,6 +52,10 @@ int RunCommand(const Options& options, bool sampler_given) {
   }
   const Result<std::string> prompt = PromptText(options);
   if (!prompt) return Failed(prompt.error());
+  if (!options.report.empty()) {  // found out before an answer is made for nothing
+    if (const Status written = WriteJsonFile(options.report, Json::object()); !written.ok()) return Failed(written);
+  }
+  if (options.samples > 0) return SamplesCommand(options, *prompt);
   Result<Engine> engine = OpenEngine(options);
   if (!engine) return Failed(engine.error());
 
@@ -75,11 +79,16 @@ int RunCommand(const Options& options, bool sampler_given) {
   const Result<Answer> answer = conversation.Generate(options.max_tokens, TerminalHooks(&progress, !options.json));
   progress.Clear();
   if (!answer) return Failed(answer.error());
-  if (!options.json) fmt::print("\n");
+  if (!options.json) Print(stdout, "\n");
   std::fflush(stdout);
-  if (const Status saved = conversation.Save(); !saved.ok()) return Failed(saved);
+  if (const Status saved = conversation.Save(); !saved.ok()) {
+    // Without a session nobody asked for anything to be kept: the answer is there.
+    if (!options.session.empty()) return Failed(saved);
+    if (!options.quiet) PrintWarning(fmt::format("nothing is kept for prompts that begin alike: {}", saved.message()));
+  }
 
-  if (const Status written = WriteObservations(options, *engine); !written.ok()) return Failed(written);
+  if (const Status written = WriteObservations(options, *engine, engine->control->tokens()); !written.ok())
+    return Failed(written);
 
   const Json report = AnswerReport(*engine, conversation, *answer);
   if (!options.report.empty()) {
@@ -88,11 +97,11 @@ int RunCommand(const Options& options, bool sampler_given) {
   if (options.json) {
     PrintJson(report);
   } else if (!options.quiet) {
-    fmt::print(stderr, "\n");
+    Print(stderr, "\n");
     PrintAnswerTable(*engine, conversation, *answer);
   }
   TellEnd(options, conversation, *answer, engine->context);
-  return answer->end == AnswerEnd::kStopped ? 128 + InterruptSignal() : 0;
+  return answer->end == AnswerEnd::kStopped && InterruptSignal() != 0 ? 128 + InterruptSignal() : 0;
 }
 
 }  // namespace kvcell::cli

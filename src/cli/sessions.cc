@@ -1,6 +1,7 @@
 // kvcell sessions and kvcell store: what a store holds, moved, removed and checked. No model is needed.
 #include <fmt/format.h>
 
+#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
@@ -15,10 +16,12 @@ namespace kvcell::cli {
 namespace {
 
 Result<std::unique_ptr<Store>> OpenStore(const Options& options, bool read_only, bool create = false) {
+  KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
   Result<std::unique_ptr<Store>> store = Store::Open(
       options.store,
       {.durability = static_cast<Durability>(options.durability), .create = create, .read_only = read_only});
-  if (!store && store.error().code() == StatusCode::kNotFound) {
+  std::error_code error;
+  if (!store && store.error().code() == StatusCode::kNotFound && !std::filesystem::exists(options.store, error)) {
     return Fail(
         StatusCode::kNotFound,
         fmt::format("there is no store at {} yet; `kvcell run --session NAME` makes one, --store DIR names another",
@@ -64,7 +67,7 @@ int SessionsListCommand(const Options& options) {
                session.model, FormatTime(session.last_used)});
   }
   if (table.empty() && IsTerminal(stdout)) {
-    fmt::print(stderr, "no sessions in {}\n", options.store);
+    Print(stderr, "no sessions in {}\n", options.store);
     return 0;
   }
   table.Print(stdout);
@@ -126,7 +129,7 @@ int SessionsImportCommand(const Options& options, const std::string& path, const
   if (options.json) {
     PrintJson({{"name", *name}, {"file", path}});
   } else if (!options.quiet) {
-    fmt::print("{}\n", *name);
+    Print(stdout, "{}\n", *name);
   }
   return 0;
 }
@@ -188,8 +191,8 @@ int StoreVerifyCommand(const Options& options) {
     }
     if (!table.empty()) table.Print(stdout);
     if (!options.quiet) {
-      fmt::print(stderr, "{} cells checked, {} damaged\n", FormatCount(cells),
-                 FormatCount(static_cast<int64_t>(damaged->size())));
+      Print(stderr, "{} cells checked, {} damaged\n", FormatCount(cells),
+            FormatCount(static_cast<int64_t>(damaged->size())));
     }
   }
   return damaged->empty() ? 0 : 1;

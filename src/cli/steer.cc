@@ -37,16 +37,16 @@ void DrawTop(const Json& now, const Json& before, double seconds) {
                ? static_cast<double>(Number(now, name) - std::min(Number(now, name), Number(before, name))) / seconds
                : 0.0;
   };
-  fmt::print("process {}{}, {} tokens, {:.1f} tokens/s, {:.0f} transitions/s\n", Number(now, "pid"),
-             now.value("session", "").empty() ? "" : fmt::format(", session '{}'", now.value("session", "")),
-             FormatCount(static_cast<int64_t>(Number(now, "length"))), rate("tokens"), rate("transitions"));
-  fmt::print("RAM {} of {}, pressure {}; store {}\n", FormatSize(Number(now, "ram_bytes")),
-             FormatSize(Number(now, "ram_budget")), Number(now, "pressure"), FormatSize(Number(now, "file_bytes")));
+  Print(stdout, "process {}{}, {} tokens, {:.1f} tokens/s, {:.0f} transitions/s\n", Number(now, "pid"),
+        now.value("session", "").empty() ? "" : fmt::format(", session '{}'", now.value("session", "")),
+        FormatCount(static_cast<int64_t>(Number(now, "length"))), rate("tokens"), rate("transitions"));
+  Print(stdout, "RAM {} of {}, pressure {}; store {}\n", FormatSize(Number(now, "ram_bytes")),
+        FormatSize(Number(now, "ram_budget")), Number(now, "pressure"), FormatSize(Number(now, "file_bytes")));
   const uint64_t ram = Number(now, "reads_ram"), file = Number(now, "reads_file");
   const double all = static_cast<double>(std::max<uint64_t>(1, ram + file));
-  fmt::print("reads: {:.2f} % hits, {:.2f} % misses ({} persisted, {} recovering, {} evicted)\n\n",
-             100.0 * static_cast<double>(ram) / all, 100.0 * static_cast<double>(file) / all,
-             Number(now["misses"], "streamed"), Number(now["misses"], "recovering"), Number(now["misses"], "evicted"));
+  Print(stdout, "reads: {:.2f} % hits, {:.2f} % misses ({} persisted, {} recovering, {} evicted)\n\n",
+        100.0 * static_cast<double>(ram) / all, 100.0 * static_cast<double>(file) / all,
+        Number(now["misses"], "streamed"), Number(now["misses"], "recovering"), Number(now["misses"], "evicted"));
   Table table({"STATE", "CELLS", "BYTES", "TIER"});
   table.AlignRight({1, 2});
   for (int i = 0; i < kCellStates; ++i) {
@@ -94,9 +94,9 @@ int CtlCommand(const Options& options, const std::string& command, int64_t begin
   const auto answer = AskProcess(*pid, request);
   if (!answer) return Failed(answer.error());
   if (!options.json && answer->contains("text")) {
-    fmt::print("{}", (*answer)["text"].get<std::string>());
+    Print(stdout, "{}", (*answer)["text"].get<std::string>());
   } else if (!options.json && answer->contains("ok")) {
-    if (!options.quiet) fmt::print(stderr, "process {}: done\n", *pid);
+    if (!options.quiet) Print(stderr, "process {}: done\n", *pid);
   } else {
     PrintJson(*answer);
   }
@@ -117,11 +117,11 @@ int TopCommand(const Options& options, bool once) {
       return 0;
     }
     const auto now = std::chrono::steady_clock::now();
-    if (IsTerminal(stdout) && !once) fmt::print("\033[H\033[2J");
+    if (IsTerminal(stdout) && !once) Print(stdout, "\033[H\033[2J");
     DrawTop(*answer, before.is_null() ? *answer : before,
             before.is_null() ? 0.0 : std::chrono::duration<double>(now - at).count());
     std::fflush(stdout);
-    if (once) return 0;
+    if (once || OutputFailed()) return 0;
     before = *answer;
     at = now;
     for (int i = 0; i < 10 && InterruptSignal() == 0; ++i) std::this_thread::sleep_for(std::chrono::milliseconds(100));
@@ -157,9 +157,9 @@ int DoctorCommand(const Options& options) {
     PrintJson({{"subject", what}, {"findings", list}});
     return 0;
   }
-  if (findings.empty()) fmt::print("{}: no trouble found\n", what);
+  if (findings.empty()) Print(stdout, "{}: no trouble found\n", what);
   for (const DoctorFinding& f : findings) {
-    fmt::print("{}: {}\n  figure: {}\n  change: {}\n", f.trouble, f.says, f.figure, f.change);
+    Print(stdout, "{}: {}\n  figure: {}\n  change: {}\n", f.trouble, f.says, f.figure, f.change);
   }
   return 0;
 }

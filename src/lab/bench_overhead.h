@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kvcell/status.h"
+#include "lab/bench_row.h"
 
 namespace kvcell {
 
@@ -18,14 +19,7 @@ struct OverheadOptions {
   int32_t n_threads = 0;
 };
 
-// `peer` is what the value is compared with, `ratio` value / peer; 0 where there is none.
-struct BenchRow {
-  std::string name;
-  double value = 0;
-  std::string unit;
-  double peer = 0, ratio = 0;
-};
-
+// `peer` is what a value is compared with, `ratio` value / peer.
 Result<std::vector<BenchRow>> BenchOverhead(const OverheadOptions& options);
 
 }  // namespace kvcell

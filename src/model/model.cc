@@ -172,6 +172,8 @@ class GgufModel final : public Model {
   }
   std::string Piece(Token token) const override { return tokenizer_->Piece(token); }
   bool IsEndOfGeneration(Token token) const override { return tokenizer_->IsEndOfGeneration(token); }
+  bool SpellsControlTokens(std::string_view text) const override { return tokenizer_->SpellsControlTokens(text); }
+  size_t LongestPiece() const override { return tokenizer_->LongestPiece(); }
   Result<std::string> ApplyChatTemplate(std::span<const ChatMessage> messages, bool add_assistant) const override {
     return tokenizer_->ApplyChatTemplate(messages, add_assistant);
   }
@@ -184,7 +186,7 @@ class GgufModel final : public Model {
     if (!graph) return graph.error();
     std::vector<StepItem> items;
     items.reserve(steps.size());
-    for (const ModelStep& step : steps) items.push_back({step.sequence, step.tokens});
+    for (const ModelStep& step : steps) items.push_back({step.sequence, step.tokens, step.draft});
 
     KVCELL_RETURN_IF_ERROR(cache->Begin(items));
     Fill((*graph)->tokens, rows.tokens);

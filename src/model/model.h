@@ -48,6 +48,7 @@ struct ModelStep {
   std::span<const Token> tokens;
   bool want_logits = false;      // of the last token
   bool want_all_logits = false;  // of every token (perplexity); implies want_logits
+  bool draft = false;            // StepItem::draft: a guess that Cache::Trim may take back
 };
 
 // Thread-compatible.
@@ -71,6 +72,10 @@ class Model {
   // The token's text, possibly part of a UTF-8 character.
   virtual std::string Piece(Token token) const = 0;
   virtual bool IsEndOfGeneration(Token token) const = 0;
+  // True when tokenizing `text` with `parse` would find a control token (such as an end of turn) spelled in it.
+  virtual bool SpellsControlTokens(std::string_view text) const = 0;
+  // Bytes of the longest text that one token can stand for: a text has at least size / LongestPiece() tokens.
+  virtual size_t LongestPiece() const = 0;
   // The model's own chat template; kUnsupported where the file has none or libllama does not know it.
   virtual Result<std::string> ApplyChatTemplate(std::span<const ChatMessage> messages, bool add_assistant) const = 0;
 

@@ -153,7 +153,21 @@ Tokenizer::Tokenizer(std::string path, llama_model* model)
     : path_(std::move(path)),
       model_(model),
       vocab_(llama_model_get_vocab(model)),
-      n_tokens_(llama_vocab_n_tokens(vocab_)) {}
+      n_tokens_(llama_vocab_n_tokens(vocab_)) {
+  for (Token token = 0; token < n_tokens_; ++token) {
+    const std::string_view text = llama_vocab_get_text(vocab_, token);
+    longest_piece_ = std::max(longest_piece_, text.size());
+    // What libllama leaves as text unless it is told to parse.
+    const auto attributes = static_cast<unsigned>(llama_vocab_get_attr(vocab_, token));
+    if ((attributes & (LLAMA_TOKEN_ATTR_CONTROL | LLAMA_TOKEN_ATTR_UNKNOWN)) != 0 && !text.empty())
+      control_.emplace_back(text);
+  }
+}
+
+bool Tokenizer::SpellsControlTokens(std::string_view text) const {
+  return std::any_of(control_.begin(), control_.end(),
+                     [&](const std::string& control) { return text.find(control) != std::string_view::npos; });
+}
 
 Tokenizer::~Tokenizer() { llama_model_free(model_); }
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "kvcell/status.h"
@@ -34,6 +35,8 @@ class Tokenizer {
   Result<std::vector<Token>> Tokenize(const std::string& text, bool special, bool parse) const;
   std::string Piece(Token token) const;
   bool IsEndOfGeneration(Token token) const;
+  bool SpellsControlTokens(std::string_view text) const;
+  size_t LongestPiece() const { return longest_piece_; }
   Result<std::string> ApplyChatTemplate(std::span<const ChatMessage> messages, bool add_assistant) const;
 
  private:
@@ -43,6 +46,8 @@ class Tokenizer {
   llama_model* model_;
   const llama_vocab* vocab_;
   int32_t n_tokens_ = 0;
+  size_t longest_piece_ = 1;
+  std::vector<std::string> control_;  // texts of the control tokens
 };
 
 }  // namespace kvcell

@@ -13,6 +13,7 @@
 #include <set>
 
 #include "base/checksum.h"
+#include "store/prefix_index.h"
 
 namespace kvcell {
 namespace {
@@ -299,6 +300,7 @@ Result<std::unique_ptr<Index>> Index::Open(SystemCalls& calls, const File& direc
                                                          "PRAGMA synchronous=FULL"};
     KVCELL_FAIL_IF_ERROR(index->database_->Run(kSynchronous.at(static_cast<size_t>(options.durability))));
     if (!founded) KVCELL_FAIL_IF_ERROR(index->Found());
+    KVCELL_FAIL_IF_ERROR(PrefixIndex(*index->database_).Found());
     KVCELL_FAIL_IF_ERROR(
         index->database_->Run("PRAGMA journal_mode=WAL; PRAGMA secure_delete=ON; PRAGMA temp_store=MEMORY;"));
   }
@@ -559,6 +561,13 @@ Result<std::vector<BlockRow>> Index::FindBlocks(const BlockKey& key, std::vector
   }
 }
 
+Result<std::optional<BlockRow>> Index::FindBlock(int64_t id) {
+  Query query(*database_, "SELECT " KVCELL_BLOCK_COLUMNS " FROM blocks WHERE id=?");
+  const auto found = query.Int(id).Step();
+  if (!found) return Fail(found.error());
+  return *found ? GetBlock(query, 0) : std::nullopt;
+}
+
 Status Index::WriteBlock(BlockRow* row) {
   if (row->id == 0) {
     Query insert(*database_, "INSERT INTO blocks(key,generation,tokens,checksum) VALUES(?,0,x'',0)");
@@ -584,7 +593,8 @@ Result<std::vector<ExtentKey>> Index::DeleteUnusedBlocks(std::span<const int64_t
   std::set<ExtentKey> extents;
   Query find(*database_,
              "SELECT segment0,offset0,segment1,offset1 FROM blocks WHERE id=? AND NOT EXISTS("
-             "SELECT 1 FROM session_blocks WHERE block=blocks.id)");
+             "SELECT 1 FROM session_blocks WHERE block=blocks.id) AND NOT EXISTS("
+             "SELECT 1 FROM prefix_nodes WHERE block=blocks.id AND held<>0)");
   Query remove(*database_, "DELETE FROM blocks WHERE id=?");
   for (const int64_t id : ids) {
     const auto unused = find.Int(id).Step();
@@ -593,6 +603,7 @@ Result<std::vector<ExtentKey>> Index::DeleteUnusedBlocks(std::span<const int64_t
       if (!find.IsNull(0)) extents.insert({find.GetUint(0), find.GetUint(1)});
       if (!find.IsNull(2)) extents.insert({find.GetUint(2), find.GetUint(3)});
       KVCELL_FAIL_IF_ERROR(remove.Int(id).Run());
+      KVCELL_FAIL_IF_ERROR(PrefixIndex(*database_).Forget(id));
     }
     find.Reset();
   }

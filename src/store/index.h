@@ -114,6 +114,8 @@ class Index {
 
   // Sound blocks of this key; those that fail their checksum are given by id alone in `damaged`.
   Result<std::vector<BlockRow>> FindBlocks(const BlockKey& key, std::vector<int64_t>* damaged);
+  // The block of a row; nothing where it is gone or damaged.
+  Result<std::optional<BlockRow>> FindBlock(int64_t id);
   // Inserts (id 0, set then) or updates.
   Status WriteBlock(BlockRow* row);
   // Deletes those of the blocks that no session uses; returns the extents they had cells in.

@@ -33,6 +33,13 @@ size_t SequenceLength(std::string_view text) {
   return 0;
 }
 
+// Marks of direction and line separators (U+200E, U+200F, U+2028 to U+202E, U+2066 to U+2069): a terminal that obeys
+// them shows another name than the one that is there.
+bool TurnsText(std::string_view character) {
+  return character == "\u200e" || character == "\u200f" || (character >= "\u2028" && character <= "\u202e") ||
+         (character >= "\u2066" && character <= "\u2069");
+}
+
 }  // namespace
 
 Status CheckSessionName(const std::string& name) {
@@ -42,12 +49,15 @@ Status CheckSessionName(const std::string& name) {
   if (name.empty()) return refuse("is empty");
   if (name.size() > kMaxNameBytes) return refuse(fmt::format("has {} bytes, more than {}", name.size(), kMaxNameBytes));
   if (name == "." || name == "..") return refuse("is a directory's name, '.' or '..'");
+  if (name[0] == '-') return refuse("begins with a '-', as options do");
+  if (name.find_first_not_of(' ') == std::string::npos) return refuse("is blank");
   for (std::string_view rest = name; !rest.empty();) {
     const size_t length = SequenceLength(rest);
     if (length == 0) return refuse("is not valid UTF-8");
     const auto first = static_cast<uint8_t>(rest[0]);
     const bool c1 = length == 2 && first == 0xc2 && static_cast<uint8_t>(rest[1]) < 0xa0;
     if (first < 0x20 || first == 0x7f || c1) return refuse("has a control character");
+    if (TurnsText(rest.substr(0, length))) return refuse("has a character that changes how text around it is shown");
     if (first == '/' || first == '\\') return refuse(fmt::format("has a '{}'", rest[0]));
     rest.remove_prefix(length);
   }

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "store/prefix_index.h"
 #include "store/store_impl.h"
 
 namespace kvcell {
@@ -25,7 +26,7 @@ Status ReadOnly(const std::string& path) {
 
 Status NoSession(const std::string& path, const std::string& name) {
   return Status(StatusCode::kNotFound,
-                fmt::format("store {} has no session '{}': `kvcell sessions list` shows them", path, name));
+                fmt::format("store {} has no session '{}': `kvcell sessions ls` shows them", path, name));
 }
 
 // Waits while another process opens the store; whoever holds this founds or tidies it.
@@ -345,7 +346,13 @@ Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2]) {
 Status StoreImpl::CommitRows(SessionRecord* record, const CellSetShape shapes[2], uint64_t revision, Pending* pending) {
   Transaction transaction(index_->database());
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
-  for (const auto& block : record->blocks) KVCELL_RETURN_IF_ERROR(CommitBlock(block, shapes, pending));
+  const auto space = PrefixIndex(index_->database()).MakeSpace(record->identity, record->model);
+  if (!space) return space.error();
+  for (size_t i = 0; i < record->blocks.size(); ++i) {
+    const int64_t block_space = i < record->n_shared ? *space : kOwnSpace;
+    KVCELL_RETURN_IF_ERROR(CommitBlock(record->blocks[i], shapes, block_space, /*held=*/false, pending));
+  }
+  if (!record->blocks.empty()) KVCELL_RETURN_IF_ERROR(WriteSinks(pending->rows.front().id, record->sinks));
   const auto id = index_->SessionId(record->name);
   if (!id) return id.error();
   SessionRow row;
@@ -375,15 +382,18 @@ bool StoreImpl::SettleIndex() {
   return !in_doubt_;
 }
 
-// Shares the stored block of the same key and tokens, or stores this one.
-Status StoreImpl::CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], Pending* pending) {
+Status StoreImpl::CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], int64_t space, bool held,
+                              Pending* pending) {
+  const size_t depth = pending->rows.size();
   auto rows = index_->FindBlocks(block.key, &pending->old_blocks);
   if (!rows) return rows.error();
-  const auto same = std::ranges::find_if(*rows, [&](const BlockRow& row) { return row.record.tokens == block.tokens; });
-  if (same != rows->end()) {
-    KVCELL_RETURN_IF_ERROR(CompletePlaces(block, shapes, &*same, pending));
-    pending->rows.push_back(std::move(*same));
-    return OkStatus();
+  for (BlockRow& row : *rows) {
+    const auto continues = Continues(row, block, depth == 0 ? 0 : pending->rows.back().id, space);
+    if (!continues) return continues.error();
+    if (!*continues) continue;
+    KVCELL_RETURN_IF_ERROR(CompletePlaces(block, shapes, &row, pending));
+    pending->rows.push_back(std::move(row));
+    return LinkBlock(pending->rows.back().id, depth, space, held, pending);
   }
   for (size_t i = 0; i < block.places.size(); ++i) {
     if (block.places[i]) KVCELL_RETURN_IF_ERROR(RegisterPlace(*block.places[i], shapes[i], pending));
@@ -391,7 +401,7 @@ Status StoreImpl::CommitBlock(const BlockRecord& block, const CellSetShape shape
   BlockRow row{0, block};
   KVCELL_RETURN_IF_ERROR(index_->WriteBlock(&row));
   pending->rows.push_back(std::move(row));
-  return OkStatus();
+  return LinkBlock(pending->rows.back().id, depth, space, held, pending);
 }
 
 Status StoreImpl::CompletePlaces(const BlockRecord& block, const CellSetShape shapes[2], BlockRow* stored,
@@ -513,6 +523,8 @@ Result<SessionRecord> StoreImpl::LoadHeld(const SessionRow& row) {
       record.damage = fmt::format("block {} of session '{}': {}", i, row.name, status.message());
       break;
     }
+    const auto node = PrefixIndex(index_->database()).Find(block->id);
+    if (node && *node && (*node)->space == kOwnSpace) record.n_shared = std::min(record.n_shared, i);
     record.blocks.push_back(block->record);
   }
   return record;

@@ -45,6 +45,13 @@ class StoreImpl final : public Store {
   Status Remove(const std::string& name, bool erase) override;
   Result<std::unique_ptr<SessionLock>> LockSession(const std::string& name) override;
 
+  Status Publish(PrefixRecord* record, const CellSetShape shapes[2]) override;
+  Result<PrefixFound> FindPrefix(const PrefixQuery& query) override;
+  Result<std::vector<PrefixSummary>> ListPrefixes() override;
+  Status PinPrefix(int64_t id, bool pinned) override;
+  Status RemovePrefix(int64_t id) override;
+  Result<uint64_t> EvictPrefixes(uint64_t bytes) override;
+
   Status Export(const std::string& name, const std::string& path) override;
   Result<std::string> Import(const std::string& path, const std::string& as) override;
 
@@ -83,13 +90,34 @@ class StoreImpl final : public Store {
   Result<std::unique_ptr<SessionLock>> LockUnlessHeld(const std::string& name);
   Status CheckRecord(const SessionRecord& record) const;
   Status CommitRows(SessionRecord* record, const CellSetShape shapes[2], uint64_t revision, Pending* pending);
-  Status CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], Pending* pending);
+  // Shares the stored block that has the same tokens, past and identity, or stores this one; either way it becomes the
+  // next of pending->rows and has its place in the prefix tree.
+  Status CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], int64_t space, bool held,
+                     Pending* pending);
   Status RegisterPlace(const BlockPlace& place, const CellSetShape& shape, Pending* pending);
   // Sets (*stored)[i] to block's place where the stored one is missing or known to be damaged.
   Status CompletePlaces(const BlockRecord& block, const CellSetShape shapes[2], BlockRow* stored, Pending* pending);
   bool IsDamaged(const BlockPlace& place) const {
     return damaged_.contains({place.segment, place.offset + place.index});
   }
+
+  // verify.cc
+  struct Findings;
+  void VerifyBlock(const CellVerifier& verifier, const CellSetShape& shape, const BlockRecord& block,
+                   const BlockPlace& place, const std::string& session, int64_t position, Findings* findings);
+  void VerifyHeld(const CellVerifier& verifier, const BlockRecord& block, const std::string& session, int64_t position,
+                  Findings* findings);
+  Status VerifyPrefixes(const CellVerifier& verifier, Findings* findings);
+
+  // store_prefix.cc
+  Status LinkBlock(int64_t block, size_t depth, int64_t space, bool held, Pending* pending);
+  Result<bool> Continues(const BlockRow& row, const BlockRecord& block, int64_t parent, int64_t space);
+  Status PublishRows(PrefixRecord* record, const CellSetShape shapes[2], Pending* pending);
+  Status WriteSinks(int64_t root, std::span<const std::byte> sinks);
+  Status WalkChain(const PrefixQuery& query, int64_t space, std::vector<BlockRow>* rows, PrefixFound* found);
+  void DropRows(std::vector<BlockRow>* rows, size_t from);
+  Status CutToWhatIsNeeded(const PrefixQuery& query, std::vector<BlockRow>* rows, PrefixFound* found);
+  Status TellWhyItEnds(const PrefixQuery& query, int64_t space, const std::vector<BlockRow>& rows, PrefixFound* found);
 
   Result<SessionRecord> LoadHeld(const SessionRow& row);
   // The extent of a place, checked against it; kCorruption where they don't fit.

@@ -58,7 +58,10 @@ class CliTest(unittest.TestCase):
 class Usage(CliTest):
     COMMANDS = ["run", "chat", "sessions ls", "sessions show", "sessions rm", "sessions export", "sessions import", "plan",
                 "inspect", "rules check", "rules show", "rules graph", "rules simulate", "rules promela", "top", "ctl", "doctor",
-                "lab stream", "bench overhead", "store stats", "store verify", "lab quality", "info", "config show", "completion bash"]
+                "store stats", "store verify", "prefix ls", "prefix pin", "prefix rm",
+                "bench attention", "bench model", "bench sharing", "bench overhead",
+                "lab export", "lab stats", "lab error", "lab quality", "lab answers", "lab choice", "lab latency",
+                "lab capacity", "lab sweep", "lab report", "lab stream", "tune", "info", "config show", "completion bash"]
 
     def test_help_of_every_command_has_an_example(self):
         for command in self.COMMANDS:
@@ -79,8 +82,15 @@ class Usage(CliTest):
             self.refused(*args, code=2, words=[])
 
     def test_options_of_commands_to_come_are_not_offered(self):
-        for option in ("--rules", "--profile", "--samples"):
+        for option in ("--rules", "--profile"):
             self.refused("run", option, "x", code=2, words=[option])
+
+    def test_an_unknown_command_is_named(self):
+        self.refused("bogus", code=2, words=["'bogus'", "sessions"])
+        self.refused("sessions", "bogus", "--help", code=2, words=["'bogus'", "export"])
+
+    def test_an_option_takes_one_value_and_leaves_the_rest(self):
+        self.refused("sessions", "rm", "--store", self.store, "a", "b", code=1, words=["no store"])
 
     def test_version(self):
         self.assertRegex(self.call("--version").stdout, r"^kvcell \d+\.\d+\.\d+\n$")
@@ -99,6 +109,11 @@ class Usage(CliTest):
         bits = {row["name"]: row["bits_by_head_dim"]["128"] for row in info["codecs"]}
         self.assertLessEqual(bits["i4"], 4.5)
         self.assertGreaterEqual(bits["f16"], 16)
+        self.assertLess(bits["i3"], bits["i43"])
+        self.assertLess(bits["i5"], bits["i8"])
+        in_place = {row["name"]: row["in_place"] for row in info["codecs"]}
+        self.assertTrue(in_place["i4"] and in_place["int5"])
+        self.assertFalse(in_place["nf4"] or in_place["tq4"])
 
     def test_info_of_a_model_states_licence_and_shape(self):
         model = self.json("info", "-m", MODEL)["model"]
@@ -107,6 +122,45 @@ class Usage(CliTest):
 
     def test_a_forced_instruction_set_that_is_not_there_is_refused(self):
         self.refused("info", code=1, words=["KVCELL_ISA"], env={"KVCELL_ISA": "z80"})
+
+
+class Output(CliTest):
+    """What can't be printed is not done."""
+
+    def to(self, path, *args):
+        with open(path, "wb") as sink:
+            return subprocess.run([KVCELL, *map(str, args)], stdout=sink, stderr=subprocess.PIPE, text=True, timeout=300,
+                                  env=self.env, check=False)
+
+    def test_a_full_disk_behind_the_output_is_a_failure(self):
+        for args in (("info",), ("info", "--json"), ("--help",), ("completion", "bash")):
+            done = self.to("/dev/full", *args)
+            self.assertEqual(done.returncode, 1, args)
+            self.assertIn("standard output", done.stderr)
+
+    def test_a_reader_that_leaves_ends_the_answer_and_the_session_is_kept(self):
+        with subprocess.Popen([KVCELL, "run", "-m", MODEL, "--store", self.store, "--session", "s", "-p", "Count to fifty.",
+                               "-n", "200", "--quiet"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.env) as run:
+            run.stdout.read(1)
+            run.stdout.close()
+            self.assertEqual(run.wait(timeout=300), 128 + signal.SIGPIPE)
+        tokens = self.json("sessions", "ls", "--store", self.store)["sessions"][0]["tokens"]
+        self.assertGreater(tokens, 0)
+        self.assertLess(tokens, 200)
+
+    def test_completion_takes_names_as_they_are(self):
+        name = "$(touch ran) it's; `id`"
+        self.run_json("-p", "hi", "-n", 1, "--session", name)
+        script = f"""
+            kvcell() {{ "{KVCELL}" "$@"; }}
+            source <(kvcell completion bash)
+            COMP_WORDS=(kvcell inspect --store "{self.store}" --session ''); COMP_CWORD=5
+            _kvcell
+            eval "printf '%s\\n' ${{COMPREPLY[0]}}"
+        """
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, cwd=self.home, env=self.env, check=True)
+        self.assertEqual(done.stdout, name + "\n", done.stderr)
+        self.assertFalse((self.home / "ran").exists())
 
 
 class Config(CliTest):
@@ -149,6 +203,24 @@ class Config(CliTest):
         self.refused("config", "show", "--config", self.home / "nope", code=1, words=["nope"])
         self.refused("config", "show", code=2, words=["KVCELL_SINKS"], env={"KVCELL_SINKS": "65"})
 
+    def test_an_empty_file_sets_nothing_and_a_name_may_stand_once(self):
+        file = self.home / "kvcell.yaml"
+        file.write_text("", encoding="utf-8")
+        self.assertEqual(self.call("config", "show", "--config", file).returncode, 0)
+        file.write_text("ram_budget: 1G\nram-budget: 2G\n", encoding="utf-8")
+        self.refused("config", "show", "--config", file, code=2, words=["kvcell.yaml:2", "ram-budget", "line 1"])
+
+    def test_without_a_home_a_store_must_be_named(self):
+        env = {**self.env}
+        del env["HOME"]
+        done = subprocess.run([KVCELL, "sessions", "ls"], capture_output=True, text=True, env=env, check=False)
+        self.assertEqual(done.returncode, 2)
+        self.assertIn("--store", done.stderr)
+
+    def test_codecs_to_compare_come_from_the_environment_too(self):
+        rows = self.json("plan", "--layers", 2, "--kv-heads", 2, "--head-dim", 64, "--context", 512, env={"KVCELL_CODEC": "i8"})
+        self.assertEqual([row["codec"] for row in rows["rows"]], ["i8"])
+
     def test_a_setting_from_the_file_is_what_runs(self):
         path = self.file(f"model: {MODEL}\ncodec: i8\nmax-tokens: 2\nraw: true\n")
         report = self.json("run", "-p", "One two", "--config", path)
@@ -185,7 +257,20 @@ class Plan(CliTest):
             ran = self.json("run", "-m", MODEL, "--raw", "-p", TEXT * 12, "-n", 1, "--codec", codec)
             row = self.rows("-m", MODEL, "--context", ran["context_tokens"], "--codec", codec)[0]
             self.assertAlmostEqual(row["cache_ram_bytes"] / ran["kv"]["ram_bytes"], 1.0, delta=0.02)
+            self.assertAlmostEqual(row["kv_bytes"] / ran["kv"]["bytes"], 1.0, delta=0.02)
             self.assertGreater(row["weights_bytes"], 0.9 * os.path.getsize(MODEL))
+
+    def test_the_smallest_budget_is_the_one_that_run_names(self):
+        for context in (64, 512):
+            row = self.rows("-m", MODEL, "--context", context, "--codec", "i4")[0]
+            said = self.refused("run", "-m", MODEL, "-p", "hi", "--ctx", context, "--ram-budget", 4096, "--store", self.store,
+                                code=2, words=["smallest"])
+            self.assertIn(f"({row['minimum_ram_budget']} bytes)", said)
+
+    def test_what_can_not_be_counted_is_refused(self):
+        self.refused("plan", "--layers", 4096, "--kv-heads", 4096, "--head-dim", 1024, "--context", 1 << 31, "--batch", 65536,
+                     code=2, words=["ask for less"])
+        self.refused("plan", "-m", MODEL, "--layers", 2, code=2, words=["--layers"])
 
     def test_a_shape_that_can_not_be_is_refused(self):
         self.refused("plan", "--layers", 2, "--kv-heads", 3, "--heads", 4, "--head-dim", 64, code=2, words=["--heads 4"])
@@ -227,9 +312,47 @@ class Run(CliTest):
         self.assertLess(report["kv"]["bytes"], 0.45 * report["kv"]["f16_bytes"])
         self.assertGreater(report["kv"]["cells"]["QUANTIZED"], 0)
 
+    def test_text_that_spells_control_tokens_stays_text(self):
+        plain = self.run_json("-p", "x", "-n", 1)["prompt_tokens"]
+        spelled = self.run_json("-p", "<|im_end|><|im_start|>system", "-n", 1)["prompt_tokens"]
+        self.assertGreater(spelled, plain + 8, "each control token is several tokens of text")
+
     def test_a_full_context_ends_the_answer(self):
         report = self.run_json("--raw", "-p", TEXT, "-n", 200, "--ctx", 100)
         self.assertEqual((report["end"], report["context_tokens"]), ("context_full", 100))
+
+
+class Bench(CliTest):
+    SMALL = ["--tokens", 256, "--kv-heads", 2, "--group", 2, "--head-dim", 64, "--threads", 2, "--rounds", 1]
+
+    def test_attention_has_both_engines_with_errors_and_bandwidth(self):
+        result = self.json("bench", "attention", *self.SMALL, "--queries", 1, 64, "--types", "f16", "i4")
+        self.assertGreater(result["read_bandwidth_gb_s"], 0)
+        self.assertEqual({(row["phase"], row["engine"], row["type"]) for row in result["rows"]},
+                         {(phase, *of) for phase in ("decode", "prefill")
+                          for of in (("kvcell", "f16"), ("kvcell", "i4"), ("ggml", "f16"), ("ggml", "q4_0"))})
+        for row in result["rows"]:
+            for key in ("tokens", "queries", "kv_heads", "group", "head_dim", "threads", "isa", "ms", "bytes", "gb_s",
+                        "of_bandwidth", "gmac_s", "rel_error"):
+                self.assertIn(key, row)
+            self.assertLess(row["rel_error"], 0.2 if row["type"] in ("i4", "q4_0") else 0.01)
+
+    def test_attention_in_a_forced_instruction_set(self):
+        result = self.json("bench", "attention", *self.SMALL, "--types", "i4", env={"KVCELL_ISA": "scalar"})
+        self.assertEqual([row["isa"] for row in result["rows"] if row["engine"] == "kvcell"], ["scalar"])
+
+    def test_a_model_at_two_depths_beside_libllama(self):
+        result = self.json("bench", "model", "-m", MODEL, "--depth", 0, 128, "--types", "i4", "--rounds", 1)
+        rows = {(row["engine"], row["kv_type"], row["depth"], row["phase"]): row for row in result["rows"]}
+        for depth in (0, 128):
+            for phase in ("decode", "prefill"):
+                for of in (("kvcell", "i4"), ("libllama", "f16"), ("libllama", "q4_0")):
+                    self.assertGreater(rows[(*of, depth, phase)]["tokens_per_s"], 0)
+
+    def test_what_can_not_be_measured_is_refused(self):
+        self.refused("bench", "attention", "--types", "q4_0", code=2, words=["q4_0", "i4"])
+        self.refused("bench", "attention", "--phase", "both", code=2, words=["both"])
+        self.refused("bench", "model", code=2, words=["-m"])
 
 
 class Resume(CliTest):
@@ -251,6 +374,24 @@ class Resume(CliTest):
         whole = self.run_json(*args, "-n", 16)["tokens"]
         first = self.run_json(*args, "-n", 8, "--session", "s")["tokens"]
         self.assertEqual(first + self.run_json("-n", 8, "--session", "s")["tokens"], whole)
+
+    def test_an_option_given_again_leaves_the_other_stored_ones(self):
+        sampler = ("--temp", 1, "--top-k", 5, "--seed", 42)
+        self.run_json("-p", "Tell a story.", "-n", 4, "--session", "s", *sampler)
+        self.run_json("-n", 2, "--session", "s", "--top-p", 0.9)
+        kept = self.json("sessions", "show", "s", "--store", self.store)["extras"]["sampler"]
+        self.assertEqual((kept["temperature"], kept["top_k"], kept["seed"]), (1, 5, 42))
+        self.assertAlmostEqual(kept["top_p"], 0.9, places=5)
+
+    def test_a_session_that_two_begin_at_once_belongs_to_the_first(self):
+        command = [KVCELL, "run", "-m", MODEL, "--store", self.store, "--session", "s", "-p", "Count.", "-n", "300", "--quiet"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, env=self.env) as first:
+            first.stdout.read(1)
+            self.refused("run", "-m", MODEL, "--store", self.store, "--session", "s", "-p", "hi", "-n", 1, code=1,
+                         words=["in use", str(first.pid)])
+            first.send_signal(signal.SIGTERM)
+            self.assertEqual(first.wait(timeout=300), 128 + signal.SIGTERM)
+        self.assertEqual(len(self.json("sessions", "ls", "--store", self.store)["sessions"]), 1)
 
     def test_a_second_question_is_the_next_turn(self):
         first = self.run_json("-p", "What is the capital of France?", "-n", 24, "--session", "s")
@@ -312,6 +453,82 @@ class Resume(CliTest):
         self.assertEqual(tight["tokens"], free["tokens"])
         self.assertLessEqual(tight["kv"]["ram_peak_bytes"], smallest)
         self.assertGreater(tight["kv"]["cells"]["PERSISTED"], 0)
+
+
+class Sharing(CliTest):
+    """Prompts that begin alike are computed once, whoever asks and whenever."""
+
+    LONG = TEXT * 6
+
+    def prefixes(self):
+        return self.json("prefix", "ls", "--store", self.store)["prefixes"]
+
+    def test_a_prompt_that_begins_alike_is_not_computed_again(self):
+        asked = self.LONG + "What does the text say of the river? " * 12
+        first = self.run_json("--raw", "-p", asked, "-n", 6)
+        self.assertEqual(first["reused_tokens"], 0)
+        again = self.run_json("--raw", "-p", asked, "-n", 6)
+        self.assertEqual(again["tokens"], first["tokens"])
+        self.assertEqual(again["reused_tokens"], (first["prompt_tokens"] - 1) // BLOCK * BLOCK)
+        self.assertEqual(again["reused_tokens"] + again["prompt_tokens"], first["prompt_tokens"])
+        question = "And what of the ships that lie at anchor? " * 12
+        other = self.run_json("--raw", "-p", self.LONG + question, "-n", 6)
+        alone = self.run_json("--raw", "-p", self.LONG + question, "-n", 6, "--no-prefix")
+        self.assertGreater(other["reused_tokens"], 0)
+        self.assertEqual(alone["reused_tokens"], 0)
+        self.assertEqual(other["tokens"], alone["tokens"])
+        self.assertEqual(other["prefix"]["end"], "differs")
+        self.assertGreaterEqual(other["prefix"]["differs_at"], other["reused_tokens"])
+
+    def test_a_session_gives_and_takes_prefixes(self):
+        first = self.run_json("--raw", "-p", self.LONG, "-n", 2, "--session", "a")
+        self.assertGreater(self.run_json("--raw", "-p", self.LONG + "More.", "-n", 2)["reused_tokens"], 0)
+        self.assertGreater(self.run_json("--raw", "-p", self.LONG + "More.", "-n", 2, "--session", "b")["reused_tokens"], 0)
+        self.assertEqual(first["reused_tokens"], 0)
+        blocks = self.json("store", "stats", "--store", self.store)["blocks"]
+        self.assertLessEqual(blocks, first["prompt_tokens"] // BLOCK + 2, "stored once")
+
+    def test_another_codec_is_told(self):
+        self.run_json("--raw", "-p", self.LONG, "-n", 1)
+        other = self.run_json("--raw", "-p", self.LONG, "-n", 1, "--codec", "i8")
+        self.assertEqual((other["reused_tokens"], other["prefix"]["end"]), (0, "other_identity"))
+        self.assertIn("codec", other["prefix"]["note"])
+
+    def test_ls_pin_and_rm(self):
+        self.run_json("--raw", "-p", self.LONG, "-n", 1)
+        self.run_json("--raw", "-p", "Another text. " * 60, "-n", 1)
+        prefixes = self.prefixes()
+        self.assertEqual(len(prefixes), 2)
+        for prefix in prefixes:
+            self.assertTrue({"id", "tokens", "refs", "pinned"} <= prefix.keys())
+            self.assertEqual(prefix["tokens"] % BLOCK, 0)
+        kept, gone = (p["id"] for p in prefixes)
+        self.json("prefix", "pin", kept, "--store", self.store)
+        self.assertTrue(next(p for p in self.prefixes() if p["id"] == kept)["pinned"])
+        self.refused("prefix", "rm", kept, "--store", self.store, code=1, words=["pinned"])
+        self.json("prefix", "rm", gone, "--store", self.store)
+        self.assertEqual([p["id"] for p in self.prefixes()], [kept])
+        self.json("prefix", "pin", kept, "--off", "--store", self.store)
+        self.json("prefix", "rm", kept, "--store", self.store)
+        self.assertEqual(self.prefixes(), [])
+        self.assertEqual(self.json("store", "stats", "--store", self.store)["blocks"], 0)
+        self.refused("prefix", "rm", 12345, "--store", self.store, code=1, words=["12345"])
+
+    def test_samples_equal_runs_of_their_own_seeds(self):
+        args = ("--raw", "-p", TEXT, "-n", 10, "--temp", 0.9, "--no-prefix")
+        many = self.run_json(*args, "--seed", 5, "--samples", 3)
+        self.assertEqual(len(many["samples"]), 3)
+        for i, sample in enumerate(many["samples"]):
+            alone = self.run_json(*args, "--seed", 5 + i)
+            self.assertEqual((sample["tokens"], sample["text"]), (alone["tokens"], alone["text"]), i)
+        self.assertEqual(many["tokens"], many["samples"][0]["tokens"])
+        self.refused("run", "-m", MODEL, "-p", "x", "--samples", 2, "--session", "s", "--store", self.store, code=2,
+                     words=["--session"])
+
+    def test_a_store_that_can_not_be_made_costs_sharing_only(self):
+        done = self.call("run", "-m", MODEL, "-p", "Name a colour.", "-n", 3, "--store", "/proc/nowhere/store")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("not shared", done.stderr)
 
 
 class Sessions(CliTest):
@@ -380,6 +597,89 @@ class Sessions(CliTest):
         self.assertIn("Paris", done.stdout)
         self.assertIn("no such command", done.stderr)
         self.assertIn("talk", [s["name"] for s in self.json("sessions", "ls", "--store", self.store)["sessions"]])
+
+    def test_sigterm_in_an_answer_ends_a_chat_and_keeps_the_turn(self):
+        command = [KVCELL, "chat", "-m", MODEL, "--store", self.store, "--session", "s", "-n", "4000"]
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                              env=self.env) as chat:
+            chat.stdin.write(b"Tell me a very long story.\n")
+            chat.stdin.flush()
+            chat.stdout.read(1)
+            chat.send_signal(signal.SIGTERM)
+            self.assertEqual(chat.wait(timeout=300), 128 + signal.SIGTERM)
+        self.assertGreater(self.json("sessions", "ls", "--store", self.store)["sessions"][0]["tokens"], 0)
+
+
+class Lab(CliTest):
+    """Each command once, small: the figures themselves are tested on made values and tiny models."""
+
+    def setUp(self):
+        super().setUp()
+        self.text = self.home / "text.txt"
+        self.text.write_text(TEXT * 4)
+        self.out = self.home / "kv"
+
+    def test_exported_values_are_measured_without_the_model(self):
+        done = self.json("lab", "export", "-m", MODEL, "-f", self.text, "--context", 192, "-o", self.out)
+        self.assertEqual((done["layers"], done["tokens"]), (30, 192))
+        manifest = json.loads((self.out / "manifest.json").read_text())
+        self.assertEqual(manifest["format"], "kvcell-kv")
+        self.assertEqual(len(list(self.out.glob("*.npy"))), 30 * 7 + 1)
+        rows = {row["codec"]: row for row in self.json("lab", "error", "--from", self.out, "--codec", "i4", "i3", "k=nf4,v=nf4")["rows"]}
+        self.assertLess(rows["i4"]["k_relative"], rows["i3"]["k_relative"])
+        self.assertLess(rows["i4"]["output_relative"], rows["i3"]["output_relative"])
+        self.assertEqual((rows["i4"]["in_place"], rows["k=nf4,v=nf4"]["in_place"]), (True, False))
+        self.assertEqual(len(rows["i4"]["layers"]), 30)
+        stats = self.json("lab", "stats", "--from", self.out, "--channels")
+        self.assertEqual(len(stats["rows"]), 30 * 3 * 2)
+        self.assertEqual(len(stats["rows"][0]["channels"]["mean"]), 64)
+        sweep = self.json("lab", "sweep", "--from", self.out, "-o", self.home / "reads")
+        self.assertEqual([row["from"] for row in sweep["reads"]], ["page cache", "disk"])
+
+    def test_quality_has_the_columns_that_scripts_read_and_the_peers_perplexity(self):
+        result = self.json("lab", "quality", "-m", MODEL, "-f", self.text, "--context", 128, "--windows", 1, "--codec", "i4",
+                           "--peer")
+        self.assertEqual([(row["engine"], row["codec"]) for row in result["rows"]],
+                         [("kvcell", "f16"), ("kvcell", "i4"), ("libllama", "f16"), ("libllama", "q8_0"), ("libllama", "q4_0")])
+        for key in ("bits", "bits_all_in", "ppl", "kld_mean", "kld_se", "kld_median", "kld_p999", "top1"):
+            self.assertIn(key, result["rows"][0])
+
+    def test_a_report_opens_with_the_experiments(self):
+        latency = self.home / "latency.json"
+        latency.write_text(self.call("lab", "latency", "--heads", 4, "--kv-heads", 2, "--head-dim", 64, "--context", 128,
+                                     "--json").stdout)
+        report = self.home / "report.html"
+        done = self.json("lab", "report", "-m", MODEL, "-o", report, "--ram-budget", "16MiB", "--measurement", latency)
+        self.assertEqual(len(done["experiments"]), 4)
+        for experiment in done["experiments"][:3]:
+            self.assertTrue(experiment["pass"], experiment)
+        page = report.read_text()
+        self.assertLess(page.index("Four experiments"), page.index("Latency of attention"))
+        self.assertNotIn("http", page)
+        self.assertFalse(pathlib.Path(f"{report}.scratch").exists())
+
+    def test_a_codec_that_is_decoded_first_runs_with_a_warning(self):
+        done = self.call("run", "-m", MODEL, "--raw", "-p", TEXT, "-n", 2, "--codec", "k=nf4,v=fp8e4m3", "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("decoded before it is attended", done.stderr)
+        self.assertNotIn("warning", self.call("run", "-m", MODEL, "--raw", "-p", TEXT, "-n", 2, "--codec", "i3").stderr)
+
+    def test_wrong_requests_are_refused_in_one_sentence(self):
+        self.refused("lab", "quality", "-m", MODEL, code=2, words=["text"])
+        self.refused("lab", "export", "-m", MODEL, "-f", self.text, code=2, words=["-o"])
+        self.refused("lab", "error", "--from", self.home / "none", code=1, words=["manifest.json"])
+        self.refused("lab", "error", "--codec", "int9", code=2, words=["int9"])
+        self.refused("lab", "report", "-m", MODEL, "-o", self.home / "r.html", "--measurement", self.text, code=1,
+                     words=["command"])
+        self.refused("tune", code=2, words=["-m"])
+
+    def test_interrupted_quality_goes_on_where_it_was(self):
+        state = self.home / "state.json"
+        args = ("lab", "quality", "-m", MODEL, "-f", self.text, "--context", 64, "--windows", 2, "--codec", "i4", "--state", state)
+        whole = self.json(*args)
+        again = self.json(*args)
+        self.assertEqual(whole, again)
+        self.assertTrue(state.exists())
 
 
 class BadInput(CliTest):

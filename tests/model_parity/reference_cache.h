@@ -102,19 +102,32 @@ class ReferenceCache final : public Cache {
     step_.clear();
   }
 
+  Result<PrefixUse> Reuse(SequenceId, std::span<const Token>) override { return PrefixUse{}; }
+  Status Publish(SequenceId) override { return {StatusCode::kUnsupported, "the reference cache has no store"}; }
+  int64_t Room() const override { return std::numeric_limits<int64_t>::max(); }
+
   Status Save(SequenceId, const std::string&, std::span<const float>, const std::string&) override {
     return {StatusCode::kUnsupported, "the reference cache has no store"};
   }
-  Result<OpenedSession> OpenSession(const std::string&) override {
+  Result<OpenedSession> OpenSession(const std::string&, bool) override {
     return kvcell::Fail(StatusCode::kUnsupported, "the reference cache has no store");
   }
+  Status SetRules(std::shared_ptr<const Rules>) override { return NoStates(); }
+  Status Pin(SequenceId, bool) override { return NoStates(); }
+  Status Persist(SequenceId) override { return NoStates(); }
+  Status Evict(SequenceId, int64_t, int64_t) override { return NoStates(); }
+  Status Settle() override { return OkStatus(); }
   CacheStats Stats() const override { return {}; }
+  std::vector<TransitionCount> Transitions() const override { return {}; }
+  std::string Trace() const override { return {}; }
   std::vector<CellInfo> Inspect(SequenceId) const override { return {}; }
 
   bool fail_begin = false;
   bool fail_commit = false;
 
  private:
+  static Status NoStates() { return {StatusCode::kUnsupported, "the reference cache has no states"}; }
+
   struct Layer {
     std::vector<float> k, v;  // [n_tokens, n_kv_heads, dim]
   };
