@@ -35,8 +35,6 @@ struct StoredSession {
   std::vector<StoredCell> cells;
 };
 
-}
-
 StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer, const BlockRecord& block,
                       CellInfo info, std::vector<std::byte>* buffer) {
   StoredCell cell{.info = std::move(info), .damage = ""};
