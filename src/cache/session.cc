@@ -254,6 +254,7 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name, bool creat
   OpenedSession opened;
   opened.sequence = *id;
   opened.note = record->damage;
+  opened.notice = record->notice;
   const auto give_up = [&](Status status) {
     (void)Free(*id);
     return Fail(std::move(status));

@@ -28,5 +28,9 @@ int LabQualityCommand(const Options& options);
 
 int StoreStatsCommand(const Options& options);
 int StoreVerifyCommand(const Options& options);
+int StoreCompactCommand(const Options& options);
+int StoreRemoveCommand(const Options& options, bool erase);
+
+int BenchStoreCommand(const Options& options);
 
 }  // namespace kvcell::cli

@@ -48,7 +48,9 @@ Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier)
     if (!structure) return Fail(structure.error());
     for (const auto& line : *structure) findings.Row("", 0, index_->path(), line);
     std::vector<std::string> damaged;
-    auto rows = index_->ListSessions(&damaged);
+    if (const std::string lost = LostCommits(); !lost.empty()) findings.Row("", 0, index_->path(), lost);
+    if (head_.IsDamaged()) findings.Row("", 0, path_ + "/" + kHeadName, "its content fails its checksum");
+    auto rows = index_->ListSessions(Spaces::kAll, &damaged);
     if (!rows) return Fail(rows.error());
     sessions = std::move(*rows);
     for (const auto& name : damaged) findings.Row(name, 0, index_->path(), "the session's row fails its checksum");
@@ -59,7 +61,7 @@ Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier)
       const std::lock_guard lock(mutex_);
       Transaction transaction(index_->database());
       KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
-      const auto again = index_->FindSession(row.name);
+      const auto again = index_->FindSession(row.id);
       if (!again || !*again || (*again)->revision != row.revision) continue;  // saved or removed meanwhile
       SessionRecord record;
       if (const Status status = index_->ReadSessionData(row, &record); !status.ok()) {
@@ -89,7 +91,13 @@ Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier)
           continue;
         }
         if (!*held) continue;  // its session was removed meanwhile
-        VerifyBlock(*this, verifier, extent->shape, block, *place, row.name, position, &findings);
+        const auto shape = segments_->Clear(extent->shape);
+        if (!shape) {
+          findings.Row(row.name, position, segments_->PathOf(place->segment),
+                       "its cells are too short to be encrypted");
+        } else {
+          VerifyBlock(*this, verifier, *shape, block, *place, row.name, position, &findings);
+        }
         segments_->Release(*place);
       }
     }
