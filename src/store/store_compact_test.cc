@@ -115,7 +115,8 @@ TEST(Compact, ASegmentThatIsWrittenToIsLeft) {
   auto store = OpenStore(directory.store(), Small());
   const auto report = store->Compact();
   ASSERT_TRUE(report);
-  EXPECT_EQ(report->segments_in_use, 1);
+  EXPECT_GE(report->segments_in_use, 1);
+  EXPECT_EQ(CheckKept(*store), "");
   EXPECT_EQ(CheckSession(*writer, "new", MakeTokens(99, 100)), "");
 }
 
@@ -200,7 +201,10 @@ TEST(Compact, FailedOrKilledAnywhereLosesNothing) {
         };
         (void)(*store)->Compact();
         calls.watcher = nullptr;
-        if (!CheckKept(**store).empty()) ::_exit(2);
+        if (const std::string wrong = CheckKept(**store); !wrong.empty()) {
+          fmt::print(stderr, "{}\n", wrong);
+          ::_exit(2);
+        }
         ::_exit(made < at ? 3 : 0);
       }
       int status = 0;

@@ -32,10 +32,9 @@ Image ReadStore(const std::string& store) {
 
 void WriteStore(const std::string& store, const Image& image) {
   for (const char* file : {"store.db-shm", "store.db-wal"}) std::filesystem::remove(store + "/" + file);
+  for (const char* folder : {"segments", "locks"}) std::filesystem::create_directories(store + "/" + folder);
   for (const auto& [path, content] : image) {
-    const std::filesystem::path to = store + "/" + path;
-    if (!std::filesystem::exists(to.parent_path())) std::filesystem::create_directories(to.parent_path());
-    std::ofstream(to, std::ios::binary | std::ios::trunc) << content;
+    std::ofstream(store + "/" + path, std::ios::binary | std::ios::trunc) << content;
   }
 }
 

@@ -49,7 +49,8 @@ uint64_t DiskBytes(const std::string& path) {
 
 std::vector<std::string> Names(Store& store) {
   std::vector<std::string> names;
-  for (const auto& session : *store.List()) names.push_back(session.name);
+  const auto list = store.List();
+  for (const auto& session : list.value()) names.push_back(session.name);
   return names;
 }
 
@@ -206,7 +207,9 @@ TEST(Namespaces, OthersAreNeitherSeenNorShared) {
       EXPECT_EQ(other->Remove("s", false).code(), StatusCode::kNotFound);
     }
     EXPECT_TRUE(*of("tenant-a")->FindBlock(KeyAt(tokens, 0), first)) << "the same tenant's other process hits";
-    ASSERT_TRUE(SaveSession(*b, "s", tokens));
+    const auto of_b = SaveSession(*b, "s", tokens);
+    ASSERT_TRUE(of_b);
+    for (const auto& block : of_b->blocks) b->Release(block);
     ASSERT_TRUE(SaveSession(*common, "s", MakeTokens(2, 100)));
     EXPECT_EQ(a->Stats()->blocks, 7) << "3 of a, 3 of b, 1 of the common one";
     EXPECT_EQ(CheckSession(*a, "s", tokens), "");

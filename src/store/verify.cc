@@ -113,6 +113,10 @@ Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier)
       continue;
     }
     if (!*extent) continue;
+    // One that nobody uses any more may have been freed, its row being all that is left of it.
+    const auto used = index_->UsedBlocks(**extent);
+    if (!used) return Fail(used.error());
+    if (std::ranges::find(*used, true) == used->end()) continue;
     const ExtentRange range = (*extent)->range();
     std::vector<std::byte> header(static_cast<size_t>(key.offset - range.begin));
     const Status read = segments_->Read(key.segment, range.begin, header);
