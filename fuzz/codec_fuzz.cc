@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <span>
 #include <string_view>
 #include <vector>
@@ -33,12 +34,21 @@ void FuzzSpec(std::string_view text) {
 
 // Any bytes can be verified, and decoded where they have the layout's size; sealed once more, they are sound.
 void FuzzCell(std::span<const uint8_t> data) {
-  constexpr const char* kSpecs[] = {"f16", "i8", "i4", "k=int4:g128:sym,v=int4:g128:lloyd:rot", "k=f16,v=int8:g32:rot"};
+  constexpr const char* kSpecs[] = {"f16",
+                                    "i8",
+                                    "i4",
+                                    "i3",
+                                    "k=int4:g128:sym,v=int4:g128:lloyd:rot",
+                                    "k=f16,v=int8:g32:rot",
+                                    "k=int6:g16:off,v=int5:lloyd",
+                                    "k=int2:t32:asym,v=int3:g64:two:clip",
+                                    "k=tq3:qjl,v=fp4",
+                                    "k=fp8e4m3,v=nf4:g16"};
   constexpr int kDims[] = {1, 7, 16, 40, 65};
   if (data.size() < 2) return;
   const int dk = kDims[data[0] % 5];
   const int dv = kDims[data[0] / 5 % 5];
-  const CellLayout layout = *MakeCellLayout(*ParseCodec(kSpecs[data[1] % 5]), dk, dv);
+  const CellLayout layout = *MakeCellLayout(*ParseCodec(kSpecs[data[1] % std::size(kSpecs)]), dk, dv);
   data = data.subspan(2);
   const uint8_t key[16] = {};
   (void)VerifyCell(std::as_bytes(data), 0, 0, 0, key);

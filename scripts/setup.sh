@@ -2,14 +2,15 @@
 # Installs the Debian packages that a step needs, only those that are missing: setup.sh build|all.
 #
 # build: compiler, CMake and libraries, those of the tests too, since one configuration serves both; all: clang for fuzzers
-# and lint, and shellcheck.
+# and lint, shellcheck, and what compiles and runs the kernels for other CPUs.
 # Says nothing and needs no rights when everything is there. KVCELL_SKIP_SETUP=1 leaves the machine alone.
 source "$(dirname "$0")/lib.sh"
 
 BUILD_PACKAGES=(ca-certificates g++ ccache cmake ninja-build pkg-config binutils python3 python3-pip
   libfmt-dev libexpected-dev nlohmann-json3-dev libsqlite3-dev libxxhash-dev libsodium-dev libcli11-dev libyaml-cpp-dev
   libgtest-dev libgmock-dev librapidcheck-dev)
-ALL_PACKAGES=(clang clang-tidy clang-format libclang-rt-14-dev llvm shellcheck)
+ALL_PACKAGES=(clang clang-tidy clang-format libclang-rt-14-dev llvm shellcheck
+  g++-aarch64-linux-gnu googletest qemu-user)
 
 case "${1:-build}" in
   build) packages=("${BUILD_PACKAGES[@]}") ;;

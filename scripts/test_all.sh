@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # Everything that can be checked on one machine, part by part; a part that fails does not stop the others.
 #
-# test_all.sh [PART...], parts: release parity asan tsan crash fuzz lint (all of them when none is named). The fast suite of the
-# release build is `make test`; here all tests run, the slow ones too.
+# test_all.sh [PART...], parts: release parity asan tsan crash property fuzz lint neon oldcpu (all of them when none is
+# named). The fast suite of the release build is `make test`; here all tests run, the slow ones too.
 source "$(dirname "$0")/lib.sh"
 cd "$ROOT" || exit 1
 
 parts=("$@")
-[ ${#parts[@]} -gt 0 ] || parts=(lint fuzz crash tsan asan release)
+[ ${#parts[@]} -gt 0 ] || parts=(lint fuzz crash property neon oldcpu tsan asan release)
 FUZZ_SECONDS=${KVCELL_FUZZ_SECONDS:-20}
+PROPERTY_CASES=${KVCELL_PROPERTY_CASES:-100000}
 CRASH_CYCLES=${KVCELL_CRASH_CYCLES:-10000}
 JOBS=$(nproc)
 
@@ -24,6 +25,15 @@ part_tsan() { scripts/build.sh tsan && ctest --preset tsan -j "$JOBS"; }
 part_crash() {
   # Not by ctest: its time limit is for tests of a few seconds.
   scripts/build.sh release && KVCELL_CRASH_CYCLES=$CRASH_CYCLES build/release/src/store/store_test --gtest_filter='*Crash*'
+}
+# Random operations on the cache, also in a build in which all addresses collide.
+part_property() {
+  scripts/build.sh release sharing_test sharing_collide_test || return 1
+  local program status=0
+  for program in sharing_test sharing_collide_test; do
+    KVCELL_PROPERTY_CASES=$PROPERTY_CASES "build/release/tests/sharing/$program" || status=1
+  done
+  return $status
 }
 part_fuzz() {
   local source name corpus status=0 names=()
@@ -42,6 +52,30 @@ part_fuzz() {
   return $status
 }
 part_lint() { scripts/lint.sh; }
+# The layers that hold machine code, cross-compiled for 64-bit ARM and run by an emulator of it.
+part_neon() {
+  cmake -S cmake/neon -B build/neon -G Ninja >"$LOGS/neon-configure.log" || { tail -n 30 "$LOGS/neon-configure.log" >&2; return 1; }
+  with_progress "build for ARM" ninja -C build/neon || return 1
+  ctest --test-dir build/neon --output-on-failure -j "$JOBS" || return 1
+  # Not skipped: the NEON kernels are what this part is for.
+  say "neon: $(qemu-aarch64 -L /usr/aarch64-linux-gnu build/neon/attention_test --gtest_filter='*/neon' --gtest_brief=1 | tail -n 1)"
+}
+# The release build's kernels and caches on emulated CPUs without AVX-512, and without AVX at all: an instruction that leaked out of
+# its kernels would end them with an illegal instruction. What such a CPU lacks is skipped by name.
+part_oldcpu() {
+  local cpu name status=0 found
+  scripts/build.sh release attention_test codec_test cell_test cache_test || return 1
+  for cpu in Haswell Nehalem; do
+    for name in attention codec cell cache; do
+      # Processes that the tests start would run on the real CPU; the emulator's signals are no match for those that fork.
+      qemu-x86_64 -cpu "$cpu" "build/release/src/$name/${name}_test" --gtest_brief=1 --gtest_filter='-*Slow*:*Death*' \
+        >"$LOGS/oldcpu-$cpu-$name.log" 2>&1 || { tail -n 30 "$LOGS/oldcpu-$cpu-$name.log" >&2; status=1; }
+      found=$(grep -aoE "instruction set '[a-z0-9]+' is not available" "$LOGS/oldcpu-$cpu-$name.log" | sort | uniq -c | tr -s ' ' | paste -sd ';')
+      say "  $cpu $name: $(grep -aE 'PASSED|tests ran' "$LOGS/oldcpu-$cpu-$name.log" | tail -n 1)${found:+ skipped:$found}"
+    done
+  done
+  return $status
+}
 
 failed=()
 for part in "${parts[@]}"; do

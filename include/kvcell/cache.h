@@ -40,6 +40,11 @@ struct CacheOptions {
   int32_t max_threads = 0;        // most parts of a Compute; 0: as many as there are processors
   uint64_t ram_budget = 0;  // bytes of KV memory, never passed; 0: as much as the context takes. Less: older cells are
                             // attended from the store, slower.
+  // Most bytes of sealed blocks that no sequence uses any more and that stay in RAM for prompts that begin alike,
+  // within ram_budget; they go first when it fills up. 0: none; live sequences share all the same. More: fewer prompts
+  // computed twice.
+  uint64_t prefix_bytes = 0;
+  int32_t prefix_roots = 8;  // most different beginnings among these; room for their exact sinks is set aside
   std::string store;        // directory; needed for sessions and for a budget smaller than the context; "": none
   uint8_t durability = 1;   // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
   // Secret of an encrypted store, 32 bytes and more; "": not encrypted. Its cells are read through RAM always.
@@ -74,6 +79,9 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& options, int64_t context, int3
 struct StepItem {
   SequenceId sequence = 0;
   std::span<const Token> tokens;  // appended by this step, at the sequence's end
+  // The tokens are a guess that Trim may take back (speculative decoding): nobody else is given them, and Save and
+  // Publish wait until a Trim or a step without `draft` has settled what stays.
+  bool draft = false;
 };
 
 struct CellCounts {
@@ -89,7 +97,9 @@ struct CacheStats {
   uint64_t f16_bytes = 0;                  // the same tokens in f16
   double bits_per_element = 0;             // of a sealed cell
   uint64_t reads_ram = 0, reads_file = 0;  // cells attended
-  uint64_t approximate_reads = 0;          // coded cells read where recent_blocks promised exact ones (after a cut)
+  uint64_t reads_shared = 0;               // cells that were not read again because one pass served several sequences
+  uint64_t prefix_bytes = 0;       // of sealed blocks that no sequence uses, kept for prompts to come; not in kv_bytes
+  uint64_t approximate_reads = 0;  // coded cells read where recent_blocks promised exact ones (after a cut)
   uint64_t transitions = 0;
   uint64_t saturated = 0, not_finite = 0;  // values that append had to change
 };
@@ -106,6 +116,29 @@ struct CellInfo {
   uint64_t offset = 0, length = 0, checksum = 0;
   uint32_t refs = 0, reads = 0;
   int64_t last_access = 0;  // step number
+};
+
+// What a sequence began with instead of computing it.
+struct PrefixUse {
+  // Why there is no more of it.
+  enum class End : uint8_t {
+    kWhole,          // all that can be reused: every whole block before the last token
+    kNothing,        // nobody has stored or is using anything that begins like this
+    kEnds,           // what is there ends here
+    kDiffers,        // the nearest other prompt has another token at `differs_at`
+    kEvicted,        // more was stored and has been given up for space
+    kOtherIdentity,  // stored for another model, codec or setting; `note` names the field
+    kWindow,         // sliding-window layers have passed the cells that they would need here
+    kReplicas,       // recent_blocks wants exact cells that are not there
+    kDamaged,        // the next block failed its checks; `note` says where
+    kNoRoom,         // no RAM for more
+  };
+  int64_t tokens = 0;      // a multiple of 64; positions [0, tokens) are there
+  int64_t from_store = 0;  // of these, read from the store
+  int64_t matched = 0;     // tokens of whole blocks that agreed, before windows, replicas and room had their say
+  End end = End::kNothing;
+  int64_t differs_at = -1;
+  std::string note = {};  // one sentence for people; "" with kWhole
 };
 
 // A session brought back from the store.
@@ -140,6 +173,18 @@ class Cache {
   virtual Result<int64_t> Trim(SequenceId sequence, int64_t length) = 0;
   virtual int64_t Length(SequenceId sequence) const = 0;
   virtual std::span<const Token> Tokens(SequenceId sequence) const = 0;
+
+  // Fills an empty sequence with the longest prefix of `tokens` that a live sequence, a kept block or the store has,
+  // the last token left out, since its logits are wanted; append from PrefixUse::tokens on. The result of every later
+  // step is what it would be had all been computed. Blocks are compared token by token and verified as they come in;
+  // finding nothing is no error. O(blocks). kInvalidArgument where the sequence is not empty.
+  virtual Result<PrefixUse> Reuse(SequenceId sequence, std::span<const Token> tokens) = 0;
+  // Puts the sequence's sealed blocks into the store's prefix tree, for Reuse in any process; complete or not at all.
+  // Blocks that the store has already are not written again.
+  virtual Status Publish(SequenceId sequence) = 0;
+  // Tokens for which there is RAM beside what is in use, kept prefixes counted as free; the largest number with a
+  // store, to which older cells can leave.
+  virtual int64_t Room() const = 0;
 
   // Starts a step. Room for all its cells is found now, by moving older cells to the store if need be: kOutOfBudget or
   // kNoSpace change nothing. The step's rows are the items' tokens in order.

@@ -5,7 +5,9 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
 #include <limits>
 #include <utility>
@@ -22,6 +24,7 @@ struct AttentionAccess {
   static void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state,
                      CellWeight* weights);
   static void Merge(const Partial& from, Partial* into);
+  static void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to);
   static void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits);
   static void CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass);
 };
@@ -36,12 +39,66 @@ Code CodeOf(const SideLayout& side) {
   switch (side.spec.type) {
     case SideSpec::Type::kInt8:
       return kCodeInt8;
+    case SideSpec::Type::kInt2:
+      return kCodeInt2;
+    case SideSpec::Type::kInt3:
+      return kCodeInt3;
     case SideSpec::Type::kInt4:
       return kCodeInt4;
-    case SideSpec::Type::kF16:
-      break;
+    case SideSpec::Type::kInt5:
+      return kCodeInt5;
+    case SideSpec::Type::kInt6:
+      return kCodeInt6;
+    default:
+      return kCodeF16;  // and sides for study, which no kernel sees
   }
-  return kCodeF16;
+}
+
+// Of codes that kernels look up as levels and multiply as bytes.
+constexpr bool IsLevels(Code code) { return code >= kCodeInt4; }
+
+// Scores of a block of rows against a side that no kernel attends in place: sixteen tokens at a time are decoded to
+// f32, [dim][16], and multiplied. Never a whole context, not even a whole cell.
+void ScoreDecoded(const CellLayout& layout, const std::byte* cell, int begin, int end, int n_rows, const float* q,
+                  int q_stride, float* scores) {
+  constexpr int kTile = 16;
+  static thread_local std::vector<float> rows, tile;
+  const int dim = layout.k.dim;
+  rows.resize(static_cast<size_t>(kTile * dim));
+  tile.resize(rows.size());
+  for (int t = begin / kTile * kTile; t < end; t += kTile) {
+    DecodeKeys(layout, cell, t, t + kTile, rows.data());
+    for (int i = 0; i < kTile; ++i) {
+      for (int d = 0; d < dim; ++d) tile[static_cast<size_t>(d * kTile + i)] = rows[static_cast<size_t>(i * dim + d)];
+    }
+    for (int r = 0; r < n_rows; ++r) {
+      float sum[kTile] = {};
+      for (int d = 0; d < dim; ++d) {
+        const float factor = q[r * q_stride + d];
+        for (int i = 0; i < kTile; ++i) sum[i] += factor * tile[static_cast<size_t>(d * kTile + i)];
+      }
+      std::copy_n(sum, kTile, scores + r * kBlockTokens + t);
+    }
+  }
+}
+
+// acc[r] += weights of tokens [begin, end) times V, decoded sixteen tokens at a time.
+void ValueDecoded(const CellLayout& layout, const std::byte* cell, int begin, int end, int n_rows, const float* w,
+                  float* acc, int acc_stride) {
+  constexpr int kTile = 16;
+  static thread_local std::vector<float> rows;
+  const int dim = layout.v.dim;
+  rows.resize(static_cast<size_t>(kTile * dim));
+  for (int t = begin; t < end; t += kTile) {
+    const int n = std::min(kTile, end - t);
+    DecodeValues(layout, cell, t, t + n, rows.data());
+    for (int r = 0; r < n_rows; ++r) {
+      for (int i = 0; i < n; ++i) {
+        const float factor = w[r * kBlockTokens + t + i];
+        for (int d = 0; d < dim; ++d) acc[r * acc_stride + d] += factor * rows[static_cast<size_t>(i * dim + d)];
+      }
+    }
+  }
 }
 
 template <typename T>
@@ -49,29 +106,71 @@ void Grow(std::vector<T>* v, size_t n) {
   if (v->size() < n) v->resize(n);
 }
 
-// Rounds one group of q to integers of at most `top`; returns the factor that undoes it: NaN where a value is not
-// finite.
+// Rounds one group of q [n], a multiple of 4, to integers of at most `top`; returns the factor that undoes it: NaN
+// where a value is not finite. In plain loops over bits, which compilers turn into vector code: a step of few rows
+// spends as much here as on a whole cell.
 template <typename Int>
 float RoundGroup(const float* q, int n, float top, Int* out) {
-  float largest = 0.0f;
-  bool finite = true;
-  for (int i = 0; i < n; ++i) {
-    largest = std::max(largest, std::fabs(q[i]));
-    finite = finite && std::isfinite(q[i]);
-  }
-  std::fill_n(out, n, Int{0});
-  if (!finite) return std::numeric_limits<float>::quiet_NaN();
-  if (largest < std::numeric_limits<float>::min()) return 0.0f;
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+  constexpr int32_t kInfinity = 0x7f800000;
+  int32_t bits = 0;  // of the largest magnitude: these compare as the values do, and what is not finite is larger
+  for (int i = 0; i < n; ++i) bits = std::max(bits, std::bit_cast<int32_t>(q[i]) & 0x7fffffff);
+  const float largest = std::bit_cast<float>(bits);
   const float inverse = top / largest;
-  if (!std::isfinite(inverse)) return 0.0f;
-  for (int i = 0; i < n; ++i) out[i] = static_cast<Int>(std::nearbyint(q[i] * inverse));
+  if (bits >= kInfinity || largest < std::numeric_limits<float>::min() || !std::isfinite(inverse)) {
+    std::fill_n(out, n, Int{0});
+    return bits >= kInfinity ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+  }
+  for (int i = 0; i < n; ++i) {
+    out[i] = static_cast<Int>(std::bit_cast<int32_t>(q[i] * inverse + kRound) - std::bit_cast<int32_t>(kRound));
+  }
   return largest / top;
+}
+
+// The larger of the sums of magnitudes of a group's two halves (KernelSet::sums16).
+int32_t LargerHalf(const int8_t* q, int n) {
+  int32_t halves[2] = {0, 0};
+  for (int i = 0; i < n; i += 4) {
+    halves[0] += std::abs(q[i]) + std::abs(q[i + 1]);
+    halves[1] += std::abs(q[i + 2]) + std::abs(q[i + 3]);
+  }
+  return std::max(halves[0], halves[1]);
+}
+
+// RoundGroup to 8 bits, so that no half of the group adds up to more than the levels' limit.
+float RoundGroup8(const float* q, int n, const Levels& levels, int8_t* out) {
+  const float scale = RoundGroup(q, n, static_cast<float>(kTop8), out);
+  const int32_t half = LargerHalf(out, n);
+  if (half <= levels.half_limit) return scale;
+  // Rounding may have taken a half of each of the n / 2 values off, and may add as much again.
+  const float slack = 0.25f * static_cast<float>(n);
+  const float room = static_cast<float>(levels.half_limit) - slack - 1.0f;
+  return RoundGroup(q, n, static_cast<float>(kTop8) * room / (static_cast<float>(half) + slack), out);
+}
+
+// What the integer sum of a group of q starts from: see KernelSet::sums16.
+int32_t StartOf(const int8_t* q, int n, int32_t bias, bool sums16) {
+  int32_t halves[2] = {0, 0};
+  for (int i = 0; i < n; i += 4) {
+    halves[0] -= q[i] + q[i + 1];
+    halves[1] -= q[i + 2] + q[i + 3];
+  }
+  halves[0] *= bias;
+  halves[1] *= bias;
+  if (!sums16) return halves[0] + halves[1];
+  return static_cast<int32_t>((static_cast<uint32_t>(halves[0]) & 0xffff) | static_cast<uint32_t>(halves[1]) << 16);
 }
 
 // Writes each four bytes of x [n] `copies` times over.
 void Repeat(const int8_t* x, int n, int copies, int8_t* out) {
+  if (copies == 1) {
+    std::copy_n(x, n, out);
+    return;
+  }
   for (int i = 0; i < n; i += 4) {
-    for (int c = 0; c < copies; ++c, out += 4) std::memcpy(out, x + i, 4);
+    int32_t four;
+    std::memcpy(&four, x + i, sizeof(four));
+    for (int c = 0; c < copies; ++c, out += 4) std::memcpy(out, &four, sizeof(four));
   }
 }
 
@@ -83,7 +182,7 @@ struct Scratch {
   alignas(64) int8_t w8[kMaxRows * kMaxGroups * kWeightStride];
   alignas(64) int16_t w16[kMaxRows * kMaxGroups * kBlockTokens];
   float w_scale[kMaxRows * kMaxGroups];
-  int32_t w_start[kMaxRows * kMaxGroups];
+  alignas(32) int32_t w_start[kMaxRows * kMaxGroups * 8];
   float bias[kMaxRows];
 };
 
@@ -93,17 +192,21 @@ struct Plane {
   const std::byte* codes = nullptr;
   const std::byte* prefetch = nullptr;
   const SideLayout* side = nullptr;  // null for an exact cell
+
+  bool in_place() const { return side == nullptr || side->in_place; }
 };
 
 }  // namespace
 
-Levels attention_internal::MakeLevels(SideSpec::Levels levels) {
-  const auto& table = LevelTable(levels);
-  const auto [lowest, highest] = std::minmax_element(table.begin(), table.end());
+Levels attention_internal::MakeLevels(const SideSpec& side) {
   Levels out;
-  out.bias = -*lowest;
-  for (size_t i = 0; i < table.size(); ++i) out.biased[i] = static_cast<uint8_t>(table[i] + out.bias);
-  out.top = std::min(127, 32767 / (8 * (*highest + out.bias)));
+  const int bits = LevelBits(side.type);
+  if (bits == 0 || !AttendedInPlace(side)) return out;
+  const LevelTable table = MakeLevelTable(bits, side.levels);
+  const auto count = static_cast<size_t>(table.count);
+  out.bias = -table.level[0];
+  for (size_t i = 0; i < count; ++i) out.biased[i] = static_cast<uint8_t>(table.level[i] + out.bias);
+  out.half_limit = 32767 / std::max<int32_t>(table.level[count - 1], -table.level[0]);
   return out;
 }
 
@@ -112,21 +215,22 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
   rows_ = rows;
   kernels_ = &ActiveKernels();
   const SideLayout& k = head.coded.k;
-  const Code code = CodeOf(k);
+  const Code code = k.in_place ? CodeOf(k) : kCodeF16;  // what is decoded is attended as exact values are
   const auto n_rows = static_cast<size_t>(rows.n_rows);
   stride_ = Pad16(head.dk);
-  scale_stride_ = k.n_groups;
+  const auto copies = static_cast<size_t>(kernels_->copies);
+  scale_stride_ = k.n_groups * kernels_->copies;
   const auto stride = static_cast<size_t>(stride_);
   Grow(&exact_, n_rows * stride);
   if (code != kCodeF16) {
     Grow(&coded_, n_rows * stride);
     Grow(&scale_, n_rows * static_cast<size_t>(scale_stride_));
-    Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
+    if (IsLevels(code)) Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
   }
   if (code == kCodeInt8) Grow(&int16_, n_rows * stride);
-  if (code == kCodeInt4) Grow(&int8_, n_rows * stride * static_cast<size_t>(kernels_->copies));
+  if (IsLevels(code)) Grow(&int8_, n_rows * stride * copies);
 
-  const Levels levels = MakeLevels(k.spec.levels);
+  const Levels levels = MakeLevels(k.spec);
   int8_t rounded[kMaxHeadDim];
 
   first_begin_ = std::numeric_limits<int64_t>::max();
@@ -142,21 +246,21 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
     if (code == kCodeF16) continue;
     float* coded = coded_.data() + r * stride;
     std::copy_n(exact, stride, coded);
-    if (k.spec.rotate) RotateInPlace(k, coded);
+    RotateInPlace(k, coded);
     for (int g = 0; g < k.n_groups; ++g) {
       const int begin = g * k.spec.group;
       const int n = std::min<int>(k.spec.group, stride_ - begin);
-      const size_t at = r * static_cast<size_t>(scale_stride_) + static_cast<size_t>(g);
+      const size_t at = r * static_cast<size_t>(scale_stride_) + static_cast<size_t>(g) * copies;
+      float scale;
       if (code == kCodeInt8) {
-        scale_[at] = RoundGroup(coded + begin, n, 32767.0f, int16_.data() + r * stride + begin);
+        scale = RoundGroup(coded + begin, n, 32767.0f, int16_.data() + r * stride + begin);
       } else {
-        scale_[at] = RoundGroup(coded + begin, n, static_cast<float>(levels.top), rounded);
-        int32_t sum = 0;
-        for (int i = 0; i < n; ++i) sum += rounded[i];
-        start_[at] = -levels.bias * sum;
-        const auto copies = static_cast<size_t>(kernels_->copies);
+        // The limit of 16-bit sums on every instruction set, so that all of them multiply with the same integers.
+        scale = RoundGroup8(coded + begin, n, levels, rounded);
+        std::fill_n(start_.data() + at, copies, StartOf(rounded, n, levels.bias, kernels_->sums16));
         Repeat(rounded, n, kernels_->copies, int8_.data() + (r * stride + static_cast<size_t>(begin)) * copies);
       }
+      std::fill_n(scale_.data() + at, copies, scale);
     }
   }
 }
@@ -169,7 +273,7 @@ void Partial::Reset(const HeadContext& head, int n_rows) {
   max_.assign(rows, kNone);
   sum_.assign(rows, 0.0f);
   values_.assign(values, 0.0f);
-  rotated_.assign(head.coded.v.spec.rotate ? values : 0, 0.0f);
+  rotated_.assign(head.coded.v.rotated() ? values : 0, 0.0f);
 }
 
 void Partial::RaiseMax(const KernelSet& kernels, size_t row, float max) {
@@ -215,7 +319,7 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
   const QueryRows& rows = queries.rows_;
   const CellLayout& coded = head.coded;
   const auto n_rows = static_cast<size_t>(rows.n_rows);
-  const Levels k_levels = MakeLevels(coded.k.spec.levels), v_levels = MakeLevels(coded.v.spec.levels);
+  const Levels k_levels = MakeLevels(coded.k.spec), v_levels = MakeLevels(coded.v.spec);
   const bool plain_scores = head.softcap <= 0.0f && rows.alibi_slope == nullptr;
   if (weights != nullptr) std::fill_n(weights, cells.size() * n_rows, CellWeight{kNone, 0.0f});
 
@@ -265,7 +369,7 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       if (!scales_ready) {
         scales_ready = true;
         for (const auto& [plane, out] : {std::pair(&k, scratch.k_scale), std::pair(&v, scratch.v_scale)}) {
-          if (plane->code == kCodeF16) continue;
+          if (plane->code == kCodeF16 || !plane->in_place()) continue;
           kernels.expand_scales(cell.bytes + plane->side->scales, plane->side->n_groups, plane->side->rows_per_scale,
                                 cell.first, cell.last, out);
         }
@@ -274,6 +378,7 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       const auto at = static_cast<size_t>(n - 1);
       ScoreArgs score;
       score.codes = k.codes;
+      if (is_coded) score.codes_high = cell.bytes + coded.k.codes_high;
       score.prefetch = k.prefetch;
       score.dim = head.dk;
       score.dim_padded = queries.stride_;
@@ -286,10 +391,10 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       std::fill_n(scratch.bias, kMaxRows, 0.0f);
       const auto row = static_cast<size_t>(r0);
       const size_t q_at = row * static_cast<size_t>(queries.stride_);
-      if (k.code == kCodeF16) {
+      if (k.code == kCodeF16 || !k.in_place()) {
         score.q = queries.exact_.data() + q_at;
       } else {
-        if (k.code == kCodeInt4) {
+        if (IsLevels(k.code)) {
           score.q = queries.int8_.data() + q_at * static_cast<size_t>(kernels.copies);
           score.q_stride = queries.stride_ * kernels.copies;
         } else {
@@ -309,10 +414,16 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
                                   queries.coded_.data() + q_at, queries.stride_, scratch.bias);
         }
       }
-      kernels.score[k.code][at](score);
+      if (k.in_place()) {
+        kernels.score[k.code][at](score);
+      } else {
+        ScoreDecoded(coded, cell.bytes, union_begin, union_end, n, queries.exact_.data() + q_at, queries.stride_,
+                     scratch.scores);
+      }
 
       ValueArgs value;
       value.codes = v.codes;
+      if (is_coded) value.codes_high = cell.bytes + coded.v.codes_high;
       value.prefetch = v.prefetch;
       value.dim_padded = state->stride_;
       value.begin = union_begin;
@@ -321,11 +432,11 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
       value.acc_stride = state->stride_;
       value.acc = is_coded && !state->rotated_.empty() ? state->rotated_.data() : state->values_.data();
       value.acc += row * static_cast<size_t>(state->stride_);
-      if (v.code != kCodeF16) {
+      if (v.code != kCodeF16 && v.in_place()) {
         value.group = v.side->n_groups == 1 ? kMaxHeadDim : v.side->spec.group;
         value.n_groups = v.side->n_groups;
         value.levels = v_levels.biased.data();
-        value.w = v.code == kCodeInt4 ? static_cast<const void*>(scratch.w8) : scratch.w16;
+        value.w = IsLevels(v.code) ? static_cast<const void*>(scratch.w8) : scratch.w16;
         value.w_scale = scratch.w_scale;
         value.w_start = scratch.w_start;
       }
@@ -353,7 +464,12 @@ void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const Cel
         state->sum_[r] += sum[b];
         if (weights != nullptr) weights[i * n_rows + r] = {max[b], sum[b]};
       }
-      if (v.code == kCodeInt4) {
+      if (!v.in_place()) {
+        ValueDecoded(coded, cell.bytes, union_begin, union_end, n, scratch.scores, value.acc, value.acc_stride);
+        r0 += n;
+        continue;
+      }
+      if (IsLevels(v.code)) {
         kernels.weights8[at](scratch.scores, scratch.v_scale, value.n_groups, v_levels, scratch.w8, scratch.w_scale,
                              scratch.w_start);
       } else if (v.code == kCodeInt8) {
@@ -381,6 +497,20 @@ void AttentionAccess::Merge(const Partial& from, Partial* into) {
     add(from.values_, &into->values_);
     add(from.rotated_, &into->rotated_);
   }
+}
+
+void AttentionAccess::CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to) {
+  const auto copy = [&](const std::vector<float>& source, std::vector<float>* target, size_t width) {
+    if (target->empty()) return;
+    std::copy_n(source.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(from_row) * width),
+                static_cast<size_t>(n_rows) * width,
+                target->begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(to_row) * width));
+  };
+  const auto stride = static_cast<size_t>(to->stride_);
+  copy(from.max_, &to->max_, 1);
+  copy(from.sum_, &to->sum_, 1);
+  copy(from.values_, &to->values_, stride);
+  copy(from.rotated_, &to->rotated_, stride);
 }
 
 void AttentionAccess::Finish(const HeadContext& head, const Partial& state, float* const* out,
@@ -420,6 +550,10 @@ void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Part
 }
 
 void Merge(const HeadContext&, const Partial& from, Partial* into) { AttentionAccess::Merge(from, into); }
+
+void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to) {
+  AttentionAccess::CopyRows(from, from_row, n_rows, to_row, to);
+}
 
 void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits) {
   AttentionAccess::Finish(head, state, out, sink_logits);

@@ -72,9 +72,9 @@ class PreparedQueries {
   std::vector<float> exact_;    // [n_rows][stride] plain, score scale folded in: for exact cells
   std::vector<float> coded_;    // [n_rows][stride] rotated, score scale folded in: for offsets and f16 codes
   std::vector<int16_t> int16_;  // [n_rows][stride] rounded per group: for int8 codes
-  std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int4 codes
-  std::vector<float> scale_;    // [n_rows][n_groups] of the rounded forms
-  std::vector<int32_t> start_;  // [n_rows][n_groups] what a group's integer sum starts from (level bias taken off)
+  std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int2 to int6 codes
+  std::vector<float> scale_;    // [n_rows][n_groups][copies] of the rounded forms
+  std::vector<int32_t> start_;  // the same: what a group's integer sum starts from (level bias taken off)
 };
 
 // Running softmax state of n_rows rows: maximum score, sum of weights, weighted values (rotated and plain kept apart,
@@ -110,6 +110,11 @@ void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Part
 
 // into = into + from, as if from's cells had been attended after into's (up to float rounding, in a fixed order).
 void Merge(const HeadContext& head, const Partial& from, Partial* into);
+
+// Makes rows [to_row, to_row + n_rows) of `to` equal to rows [from_row, from_row + n_rows) of `from`; both states are
+// of one head. So rows that have read some cells together go on apart, with the same result as if each had been alone
+// throughout.
+void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to);
 
 // Writes out[r] = [dv] for every row. A row that saw no token gives zeros. `sink_logits` [n_rows], where given, join
 // each row's softmax denominator without a value (attention sinks as learned logits).

@@ -18,6 +18,9 @@ std::span<const KernelSet* const> CompiledKernels() {
     &Avx512Kernels(),
     &Avx2Kernels(),
 #endif
+#if defined(KVCELL_NEON)
+    &NeonKernels(),
+#endif
     &ScalarKernels(),
   };
   return compiled;

@@ -15,30 +15,31 @@
 namespace kvcell::attention_internal {
 
 inline constexpr int kMaxRows = 4;
-inline constexpr int kMaxGroups = kMaxHeadDim / 32;     // of one token along the head
+inline constexpr int kMaxGroups = kMaxHeadDim / 16;     // of one token along the head
 inline constexpr int kWeightStride = kBlockTokens * 8;  // bytes of one row's weights of one group, copies included
 
-enum Code : size_t { kCodeF16 = 0, kCodeInt8 = 1, kCodeInt4 = 2 };
+enum Code : size_t { kCodeF16, kCodeInt8, kCodeInt4, kCodeInt2, kCodeInt3, kCodeInt5, kCodeInt6, kCodes };
 
 // Scores of the cell's tokens for a block of rows: scores[r][t] = bias[r] + q[r] . k[t].
 //
-// int4 codes: levels are made unsigned (level + bias) and multiplied as u8 * s8 with q; `q_start` takes the bias off
-// again. int8 codes are widened and multiplied with a 16-bit q: exact to the codes' own precision.
+// int2 to int6 codes: levels are made unsigned (level + bias) and multiplied as u8 * s8 with q; `q_start` takes the
+// bias off again. int8 codes are widened and multiplied with a 16-bit q: exact to the codes' own precision.
 struct ScoreArgs {
-  const std::byte* codes = nullptr;     // f16: [dim][n_tokens]; int8, int4: tiles as docs/format.md lays them
-  const std::byte* prefetch = nullptr;  // the same plane of the next cell (or this one)
+  const std::byte* codes = nullptr;       // f16: [dim][n_tokens]; integers: tiles as docs/format.md lays them
+  const std::byte* codes_high = nullptr;  // int3, int5, int6: the plane of their high bits
+  const std::byte* prefetch = nullptr;  // the same planes of the next cell (or this one), the high one behind the other
   int dim = 0;
   int dim_padded = 0;
   int n_tokens = 0;        // f16: tokens per row of the plane, a multiple of 16
   int begin = 0, end = 0;  // f16: tokens that are wanted; others may be left out
   int group = 0;           // dims per scale
   int n_groups = 0;
-  const float* k_scale = nullptr;    // [n_groups][64]
-  const uint8_t* levels = nullptr;   // int4: [16], biased
-  const void* q = nullptr;           // [rows][q_stride]: f16: float; int8: int16; int4: int8 as KernelSet::copies says
-  int q_stride = 0;                  // in elements, copies included
-  const float* q_scale = nullptr;    // [rows][scale_stride]
-  const int32_t* q_start = nullptr;  // [rows][scale_stride] int4: -bias * sum of the group's q
+  const float* k_scale = nullptr;   // [n_groups][64]
+  const uint8_t* levels = nullptr;  // int2 to int6: [2^bits], at least 16, biased; int6 codes are their biased levels
+  const void* q = nullptr;          // [rows][q_stride]: f16: float; int8: int16; others: int8 as KernelSet::copies says
+  int q_stride = 0;                 // in elements, copies included
+  const float* q_scale = nullptr;   // [rows][scale_stride]: [n_groups][copies]
+  const int32_t* q_start = nullptr;  // the same: int2 to int6: what a group's sum starts from: see sums16
   int scale_stride = 0;
   const float* bias = nullptr;  // [rows]
   float* scores = nullptr;      // [rows][64]
@@ -46,18 +47,20 @@ struct ScoreArgs {
 
 // acc[r][c] += sum over tokens of w[r][t] * v[t][c].
 struct ValueArgs {
-  const std::byte* codes = nullptr;  // f16: [n_tokens][dim_padded]; int8, int4: tiles
+  const std::byte* codes = nullptr;  // f16: [n_tokens][dim_padded]; integers: tiles
+  const std::byte* codes_high = nullptr;
   const std::byte* prefetch = nullptr;
   int dim_padded = 0;
   int begin = 0, end = 0;  // f16: tokens that may have weight
   int group = 0;
   int n_groups = 0;
-  const uint8_t* levels = nullptr;   // int4: [16], biased
-  const void* w = nullptr;           // f16: float [rows][64]; int8: int16 [rows][n_groups][64]; int4: int8
-                                     // [rows][n_groups][64 * copies]
-  const float* w_scale = nullptr;    // [rows][n_groups]
-  const int32_t* w_start = nullptr;  // [rows][n_groups] int4: -bias * sum of the group's w
-  float* acc = nullptr;              // [rows][acc_stride]
+  const uint8_t* levels = nullptr;  // as in ScoreArgs
+  const void* w = nullptr;          // f16: float [rows][64]; int8: int16 [rows][n_groups][64]; others: int8
+                                    // [rows][n_groups][64 * copies]
+  const float* w_scale = nullptr;   // [rows][n_groups]
+  const int32_t* w_start =
+      nullptr;           // [rows][n_groups][copies] int2 to int6: what a group's sum starts from: see sums16
+  float* acc = nullptr;  // [rows][acc_stride]
   int acc_stride = 0;
 };
 
@@ -73,11 +76,12 @@ struct AdjustArgs {
 
 // A level table as the integer kernels use it.
 struct Levels {
-  std::array<uint8_t, kLevelCount> biased{};  // level + bias, the smallest being 0
+  std::array<uint8_t, kMaxLevels> biased{};  // level + bias, the smallest being 0
   int32_t bias = 0;
-  int32_t top = 0;  // largest |q| or w: eight products of the largest level with it fit into 16 bits
+  int32_t half_limit = 0;  // sums16: most that |q| or w of one half of a group may add up to, rounding included
 };
-Levels MakeLevels(SideSpec::Levels levels);
+inline constexpr int kTop8 = 127;  // largest |q| or w in 8 bits
+Levels MakeLevels(const SideSpec& side);
 
 struct KernelSet {
   std::string_view name;
@@ -85,6 +89,11 @@ struct KernelSet {
   // How often each group of four int8 values of q and of the weights is repeated, so that a kernel without cheap
   // broadcasts reads a whole register.
   int copies;
+  // True where a group's products are added in 16 bits: the two 16-bit halves of a lane take the first and the last two
+  // of each four values, and neither may pass 32767 once the bias is off (Levels::half_limit; what is on the way may
+  // wrap). A start is then the pair -bias * (sum of the half's q or w), modulo 2^16, in place of the 32-bit sum of
+  // both.
+  bool sums16;
   // f16 [n_groups][64 / rows_per_scale] to [n_groups][64], zero outside [begin, end).
   void (*expand_scales)(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out);
   void (*adjust)(const AdjustArgs&);
@@ -97,13 +106,13 @@ struct KernelSet {
   // bias[r] = scale * (q[r] . offset), both [dim_padded], offset int8.
   PerRows<void(const std::byte* offset, float scale, int dim_padded, const float* q, int q_stride, float* bias)>
       offset_bias;
-  std::array<PerRows<void(const ScoreArgs&)>, 3> score;  // [Code]
-  std::array<PerRows<void(const ValueArgs&)>, 3> value;
+  std::array<PerRows<void(const ScoreArgs&)>, kCodes> score;  // [Code]
+  std::array<PerRows<void(const ValueArgs&)>, kCodes> value;
   // Scores [rows][64] to weights 2^(score - max), `max` [rows] being raised to the rows' largest scores first, and
   // `sum` [rows] the sums of the weights.
   PerRows<void(float* scores, float* max, float* sum)> softmax;
-  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is levels.top
-  // (32767 for int16). p: [rows][64].
+  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is kTop8 (less
+  // where sums16 asks for it; 32767 for int16). p: [rows][64].
   PerRows<void(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
                int32_t* w_start)>
       weights8;
@@ -127,6 +136,11 @@ const KernelSet& ScalarKernels();
 #if defined(__x86_64__)
 const KernelSet& Avx512Kernels();  // with VNNI
 const KernelSet& Avx2Kernels();
+#endif
+// clang before 16 knows the dot product intrinsics only where the whole file is compiled for them.
+#if defined(__aarch64__) && (!defined(__clang__) || __clang_major__ >= 16 || defined(__ARM_FEATURE_DOTPROD))
+#define KVCELL_NEON
+const KernelSet& NeonKernels();  // with dot products
 #endif
 
 // Every instruction set compiled in, best first, whether this machine has it or not.

@@ -140,102 +140,199 @@ void OffsetBias(const std::byte* offset, float scale, int dim_padded, const floa
   StoreRows<R>(bias, _mm_mul_ps(Reduce<R>(s, AddOp()), _mm_set1_ps(scale)));
 }
 
-// Decodes 32 code bytes to 64 levels: the low nibbles' in `lo`, the high nibbles' in `hi`.
-KVCELL_INLINE void Decode4(const std::byte* p, __m256i table, __m256i* lo, __m256i* hi) {
-  const __m256i nibble = _mm256_set1_epi8(15);
-  const __m256i x = Load(p);
-  *lo = _mm256_shuffle_epi8(table, _mm256_and_si256(x, nibble));
-  *hi = _mm256_shuffle_epi8(table, _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble));
+// The planes of one tile's codes as a kernel walks them, chunk after chunk: a chunk is 8 values a lane.
+struct CodeLines {
+  const std::byte* codes;
+  const std::byte* high;
+};
+template <int kBits>
+KVCELL_INLINE CodeLines LinesAt(CodeLines lines, ptrdiff_t chunk) {
+  constexpr int kHigh = HighBits(kBits);
+  lines.codes += chunk * 16 * LowBits(kBits);
+  if (kHigh > 0) lines.high += chunk * 16 * kHigh;
+  return lines;
+}
+
+// Levels of codes, looked up in tables of 16; int6 codes are their biased levels.
+template <int kBits>
+struct LevelTables {
+  __m256i low, high;
+  KVCELL_INLINE explicit LevelTables(const uint8_t* levels)
+      : low(_mm256_broadcastsi128_si256(Load128(levels))),
+        high(kBits == 5 ? _mm256_broadcastsi128_si256(Load128(levels + 16)) : low) {}
+};
+
+// All-ones in the bytes whose bit of the 32 is set.
+KVCELL_INLINE __m256i BitsToBytes(const std::byte* p) {
+  const __m256i spread = _mm256_setr_epi8(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1,  //
+                                          2, 2, 2, 2, 2, 2, 2, 2, 3, 3, 3, 3, 3, 3, 3, 3);
+  const __m256i bit = _mm256_set1_epi64x(static_cast<int64_t>(0x8040201008040201ull));
+  const __m256i bytes = _mm256_shuffle_epi8(Broadcast4(p), spread);
+  return _mm256_cmpeq_epi8(_mm256_and_si256(bytes, bit), bit);
+}
+
+template <int kShift>
+KVCELL_INLINE __m256i Crumbs(__m256i x) {
+  return _mm256_and_si256(kShift == 0 ? x : _mm256_srli_epi16(x, kShift), _mm256_set1_epi8(3));
+}
+
+// Decodes two chunks of one half of a tile: 8 lanes of 16 values, as 4 registers of 4 values a lane.
+template <int kBits, int kHalf>
+KVCELL_INLINE void DecodeChunks(CodeLines lines, const LevelTables<kBits>& tables, __m256i level[4]) {
+  const std::byte* codes = lines.codes + kHalf * 32;
+  if (LowBits(kBits) == 4) {
+    const __m256i nibble = _mm256_set1_epi8(15);
+#pragma GCC unroll 2
+    for (int c = 0; c < 2; ++c) {
+      const __m256i x = Load(codes + c * 64);
+      level[2 * c] = _mm256_and_si256(x, nibble);
+      level[2 * c + 1] = _mm256_and_si256(_mm256_srli_epi16(x, 4), nibble);
+    }
+  } else {
+    const __m256i x = Load(codes);
+    level[0] = Crumbs<0>(x);
+    level[1] = Crumbs<2>(x);
+    level[2] = Crumbs<4>(x);
+    level[3] = Crumbs<6>(x);
+  }
+  if (kBits == 6) {
+    const __m256i x = Load(lines.high + kHalf * 32);
+    level[0] = _mm256_or_si256(level[0], _mm256_slli_epi16(Crumbs<0>(x), 4));
+    level[1] = _mm256_or_si256(level[1], _mm256_slli_epi16(Crumbs<2>(x), 4));
+    level[2] = _mm256_or_si256(level[2], _mm256_slli_epi16(Crumbs<4>(x), 4));
+    level[3] = _mm256_or_si256(level[3], _mm256_slli_epi16(Crumbs<6>(x), 4));
+    return;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const std::byte* bits = lines.high + i * 8 + kHalf * 4;
+    if (kBits == 3) level[i] = _mm256_or_si256(level[i], _mm256_and_si256(BitsToBytes(bits), _mm256_set1_epi8(4)));
+    const __m256i low = _mm256_shuffle_epi8(tables.low, level[i]);
+    level[i] =
+        kBits == 5 ? _mm256_blendv_epi8(low, _mm256_shuffle_epi8(tables.high, level[i]), BitsToBytes(bits)) : low;
+  }
+}
+
+// Tells the compiler that x may have changed, so that g++ does not regroup sums over many steps, which takes more
+// registers than there are.
+KVCELL_INLINE void Pin(__m256i* x) { asm("" : "+x"(*x)); }
+// The same for a pointer that fixed offsets follow, so that each of these is no address to be computed and kept.
+template <typename T>
+KVCELL_INLINE void Pin(const T** p) {
+  asm("" : "+r"(*p));
 }
 
 constexpr int kCopies = 8;  // of each four bytes of q or weights: 32 bytes, the multiplication's memory operand
 
-// acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk. Eight products
-// are added in 16 bits, which Levels::top makes room for. The two halves fetch every other line each, evenly spread in
-// time.
-template <int R, int kHalf>
-KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m256i table,
-                           const int8_t* x, ptrdiff_t x_stride, __m256i acc[R]) {
-  const __m256i ones = _mm256_set1_epi16(1);
-  for (int c = 0; c < n_chunks; c += 2) {
-    __m256i a, b, d, e;
-    Decode4(codes + c * 64, table, &a, &b);
-    Decode4(codes + c * 64 + 64, table, &d, &e);
-    Prefetch(prefetch + c * 64 + kHalf * 64);
-    const int8_t* xc = x + c * 8 * kCopies;
+// acc[r] += levels . x[r] over `n_chunks` (even) chunks of one half line: 8 lanes of 8 values per chunk, added in 16
+// bits, which Levels::half_limit makes room for. The two halves fetch every other line each, evenly spread in time.
+template <int kBits, int R, int kHalf>
+KVCELL_INLINE void DotLevels(CodeLines lines, const std::byte* prefetch, int n_chunks, const LevelTables<kBits>& tables,
+                             const int8_t* x, ptrdiff_t x_stride, __m256i acc[R]) {
+  const int8_t* rows[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r, xc += x_stride) {
-      const __m256i low = _mm256_add_epi16(_mm256_maddubs_epi16(a, Load(xc)), _mm256_maddubs_epi16(b, Load(xc + 32)));
-      const __m256i high =
-          _mm256_add_epi16(_mm256_maddubs_epi16(d, Load(xc + 64)), _mm256_maddubs_epi16(e, Load(xc + 96)));
-      acc[r] = _mm256_add_epi32(acc[r], _mm256_madd_epi16(_mm256_add_epi16(low, high), ones));
+  for (int r = 0; r < R; ++r) {
+    rows[r] = x + r * x_stride;
+    Pin(&rows[r]);
+  }
+  Pin(&lines.codes);
+  if (HighBits(kBits) > 0) Pin(&lines.high);
+  Pin(&prefetch);
+#pragma GCC unroll 4
+  for (int c = 0; c < n_chunks; c += 2) {
+    __m256i level[4];
+    DecodeChunks<kBits, kHalf>(LinesAt<kBits>(lines, c), tables, level);
+    // A pair of chunks is kBits * 32 bytes of a cell.
+    Prefetch(prefetch + c * 16 * kBits + kHalf * 64);
+    if (kBits > 4 && kHalf == 0) Prefetch(prefetch + c * 16 * kBits + 128);
+#pragma GCC unroll 2
+    for (int half = 0; half < 2; ++half) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const int8_t* xc = rows[r] + (c + half) * 8 * kCopies;
+        const __m256i products = _mm256_add_epi16(_mm256_maddubs_epi16(level[2 * half], Load(xc)),
+                                                  _mm256_maddubs_epi16(level[2 * half + 1], Load(xc + 32)));
+        acc[r] = _mm256_add_epi16(acc[r], products);
+        Pin(&acc[r]);
+      }
     }
   }
 }
 
-template <int R, int kHalf>
-KVCELL_INLINE void ScoreInt4HalfTile(const ScoreArgs& a, int t, __m256i table) {
+KVCELL_INLINE __m256 SumHalves(__m256i acc) { return _mm256_cvtepi32_ps(_mm256_madd_epi16(acc, _mm256_set1_epi16(1))); }
+
+// kChunks: of a group, where it is known at compile time; else 0.
+template <int kBits, int R, int kHalf, int kChunks>
+KVCELL_INLINE void ScoreLevelsHalfTile(const ScoreArgs& a, int t, const LevelTables<kBits>& tables) {
   const int n_chunks = a.dim_padded / 8;
-  const int group_chunks = a.group / 8;
-  const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks * 64;
-  const std::byte* codes = a.codes + tile + kHalf * 32;
-  const std::byte* prefetch = a.prefetch + tile;
+  const int group_chunks = kChunks != 0 ? kChunks : a.group / 8;
+  const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks;
+  const CodeLines lines = LinesAt<kBits>({a.codes, a.codes_high}, tile);
+  const std::byte* prefetch = a.prefetch + tile * 16 * kBits;
   const int8_t* q = static_cast<const int8_t*>(a.q);
   __m256 s[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) s[r] = _mm256_set1_ps(a.bias[r]);
   for (int g = 0; g < a.n_groups; ++g) {
     const int c = g * group_chunks;
-    const int n = n_chunks - c < group_chunks ? n_chunks - c : group_chunks;
+    const int n = kChunks != 0 ? kChunks : n_chunks - c < group_chunks ? n_chunks - c : group_chunks;
     __m256i acc[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.q_start[r * a.scale_stride + g]);
-    DotInt4<R, kHalf>(codes + c * 64, prefetch + c * 64, n, table, q + c * 8 * kCopies, a.q_stride, acc);
+    for (int r = 0; r < R; ++r) acc[r] = Load(a.q_start + r * a.scale_stride + g * kCopies);
+    DotLevels<kBits, R, kHalf>(LinesAt<kBits>(lines, c), prefetch + c * 16 * kBits, n, tables, q + c * 8 * kCopies,
+                               a.q_stride, acc);
     const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const __m256 row_scale = _mm256_mul_ps(scale, _mm256_set1_ps(a.q_scale[r * a.scale_stride + g]));
-      s[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), row_scale, s[r]);
+      const __m256 row_scale = _mm256_mul_ps(scale, _mm256_loadu_ps(a.q_scale + r * a.scale_stride + g * kCopies));
+      s[r] = _mm256_fmadd_ps(SumHalves(acc[r]), row_scale, s[r]);
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) _mm256_storeu_ps(a.scores + r * kBlockTokens + t, s[r]);
 }
 
-template <int R>
-void ScoreInt4(const ScoreArgs& a) {
-  const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
+template <int kBits, int R, int kChunks>
+KVCELL_INLINE void ScoreLevelsTiles(const ScoreArgs& a) {
+  const LevelTables<kBits> tables(a.levels);
   for (int t = 0; t < kBlockTokens; t += 16) {
-    ScoreInt4HalfTile<R, 0>(a, t, table);
-    ScoreInt4HalfTile<R, 1>(a, t + 8, table);
+    ScoreLevelsHalfTile<kBits, R, 0, kChunks>(a, t, tables);
+    ScoreLevelsHalfTile<kBits, R, 1, kChunks>(a, t + 8, tables);
   }
 }
 
-template <int R, int kHalf>
-KVCELL_INLINE void ValueInt4HalfTile(const ValueArgs& a, int d, __m256i table) {
+template <int kBits, int R>
+void ScoreLevels(const ScoreArgs& a) {
+  if (a.group == 32 && a.dim_padded % 32 == 0) return ScoreLevelsTiles<kBits, R, 4>(a);
+  if (a.group == 64 && a.dim_padded % 64 == 0) return ScoreLevelsTiles<kBits, R, 8>(a);
+  ScoreLevelsTiles<kBits, R, 0>(a);
+}
+
+template <int kBits, int R, int kHalf>
+KVCELL_INLINE void ValueLevelsHalfTile(const ValueArgs& a, int d, const LevelTables<kBits>& tables) {
   constexpr int kChunks = kBlockTokens / 8;
-  const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * kChunks * 64;
+  const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * kChunks;
   const int g = d / a.group;
   const int8_t* w = static_cast<const int8_t*>(a.w) + g * kWeightStride;
   __m256i acc[R];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) acc[r] = _mm256_set1_epi32(a.w_start[r * a.n_groups + g]);
-  DotInt4<R, kHalf>(a.codes + tile + kHalf * 32, a.prefetch + tile, kChunks, table, w,
-                    static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
+  for (int r = 0; r < R; ++r) acc[r] = Load(a.w_start + (r * a.n_groups + g) * kCopies);
+  DotLevels<kBits, R, kHalf>(LinesAt<kBits>({a.codes, a.codes_high}, tile), a.prefetch + tile * 16 * kBits, kChunks,
+                             tables, w, static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) {
     float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-    const __m256 scale = _mm256_set1_ps(a.w_scale[r * a.n_groups + g]);
-    _mm256_storeu_ps(out, _mm256_fmadd_ps(_mm256_cvtepi32_ps(acc[r]), scale, _mm256_loadu_ps(out)));
+    const __m256 scale = _mm256_broadcast_ss(a.w_scale + r * a.n_groups + g);
+    _mm256_storeu_ps(out, _mm256_fmadd_ps(SumHalves(acc[r]), scale, _mm256_loadu_ps(out)));
   }
 }
 
-template <int R>
-void ValueInt4(const ValueArgs& a) {
-  const __m256i table = _mm256_broadcastsi128_si256(Load128(a.levels));
+template <int kBits, int R>
+void ValueLevels(const ValueArgs& a) {
+  const LevelTables<kBits> tables(a.levels);
   for (int d = 0; d < a.dim_padded; d += 16) {
-    ValueInt4HalfTile<R, 0>(a, d, table);
-    ValueInt4HalfTile<R, 1>(a, d + 8, table);
+    ValueLevelsHalfTile<kBits, R, 0>(a, d, tables);
+    ValueLevelsHalfTile<kBits, R, 1>(a, d + 8, tables);
   }
 }
 
@@ -269,12 +366,14 @@ void ScoreInt8(const ScoreArgs& a) {
           const __m256i qc = Broadcast8(q + r * a.q_stride + c * 4);
           acc0[r] = _mm256_add_epi32(acc0[r], _mm256_madd_epi16(x0, qc));
           acc1[r] = _mm256_add_epi32(acc1[r], _mm256_madd_epi16(x1, qc));
+          Pin(&acc0[r]);
+          Pin(&acc1[r]);
         }
       }
       const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m256 row_scale = _mm256_mul_ps(scale, _mm256_set1_ps(a.q_scale[r * a.scale_stride + g]));
+        const __m256 row_scale = _mm256_mul_ps(scale, _mm256_loadu_ps(a.q_scale + r * a.scale_stride + g * kCopies));
         s[r] = _mm256_fmadd_ps(_mm256_cvtepi32_ps(SumPairs(acc0[r], acc1[r])), row_scale, s[r]);
       }
     }
@@ -305,6 +404,8 @@ void ValueInt8(const ValueArgs& a) {
         const __m256i wc = Broadcast8(wg + r * w_stride + c * 4);
         acc0[r] = _mm256_add_epi32(acc0[r], _mm256_madd_epi16(x0, wc));
         acc1[r] = _mm256_add_epi32(acc1[r], _mm256_madd_epi16(x1, wc));
+        Pin(&acc0[r]);
+        Pin(&acc1[r]);
       }
     }
 #pragma GCC unroll 4
@@ -444,11 +545,21 @@ void Softmax(float* scores, float* max, float* sum) {
   StoreRows<R>(sum, Reduce<R>(x, AddOp()));
 }
 
-// For each row the largest product p * v_scale of one group: what takes it to `top` (0 where it is too small to count)
-// goes to `inverse`, and its inverse to `w_scale` [rows][n_groups].
+// What takes the largest of each row's products to `top`, 0 where it is too small to count, goes to `inverse`; its
+// inverse to `w_scale` [rows][n_groups].
 template <int R>
-KVCELL_INLINE void WeightScales(const float* p, const float* v_scale, float top, int n_groups, float inverse[4],
-                                float* w_scale) {
+KVCELL_INLINE void StoreWeightScales(__m128 inverse, __m128 most, int n_groups, float* inverses, float* w_scale) {
+  const __m128 counts = _mm_cmpgt_ps(most, _mm_set1_ps(kMinWeight));
+  _mm_store_ps(inverses, _mm_and_ps(counts, inverse));
+  alignas(16) float scales[4];
+  _mm_store_ps(scales, _mm_and_ps(counts, _mm_div_ps(_mm_set1_ps(1.0f), inverse)));
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) w_scale[r * n_groups] = scales[r];
+}
+
+// For each row the largest product p * v_scale of one group.
+template <int R>
+KVCELL_INLINE __m128 LargestWeights(const float* p, const float* v_scale) {
   __m256 largest[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) largest[r] = _mm256_setzero_ps();
@@ -459,14 +570,35 @@ KVCELL_INLINE void WeightScales(const float* p, const float* v_scale, float top,
       largest[r] = _mm256_max_ps(largest[r], _mm256_mul_ps(scale, _mm256_loadu_ps(p + r * kBlockTokens + t)));
     }
   }
-  const __m128 most = Reduce<R>(largest, MaxOp());
-  const __m128 counts = _mm_cmpgt_ps(most, _mm_set1_ps(kMinWeight));
-  const __m128 tops = _mm_set1_ps(top);
-  _mm_store_ps(inverse, _mm_and_ps(counts, _mm_div_ps(tops, most)));
-  alignas(16) float scales[4];
-  _mm_store_ps(scales, _mm_and_ps(counts, _mm_div_ps(most, tops)));
+  return Reduce<R>(largest, MaxOp());
+}
+
+// The scales of weights of 8 bits: as large as these allow, unless a half of the group would add up to more than fits.
+template <int R>
+KVCELL_INLINE void WeightScales8(const float* p, const float* v_scale, int32_t half_limit, int n_groups,
+                                 float* inverses, float* w_scale) {
+  __m256 largest[R], sum[R];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r) w_scale[r * n_groups] = scales[r];
+  for (int r = 0; r < R; ++r) largest[r] = sum[r] = _mm256_setzero_ps();
+  for (int t = 0; t < kBlockTokens; t += 8) {
+    const __m256 scale = _mm256_loadu_ps(v_scale + t);
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const __m256 product = _mm256_mul_ps(scale, _mm256_loadu_ps(p + r * kBlockTokens + t));
+      largest[r] = _mm256_max_ps(largest[r], product);
+      sum[r] = _mm256_add_ps(sum[r], product);
+    }
+  }
+  const __m128 most = Reduce<R>(largest, MaxOp());
+  const __m256 ab = _mm256_hadd_ps(sum[0], sum[R > 1 ? 1 : 0]),
+               cd = _mm256_hadd_ps(sum[R > 2 ? 2 : 0], sum[R > 3 ? 3 : 0]);
+  const __m128 ab4 = _mm_add_ps(_mm256_castps256_ps128(ab), _mm256_extractf128_ps(ab, 1));
+  const __m128 cd4 = _mm_add_ps(_mm256_castps256_ps128(cd), _mm256_extractf128_ps(cd, 1));
+  const __m128 half = _mm_max_ps(_mm_shuffle_ps(ab4, cd4, 0x88), _mm_shuffle_ps(ab4, cd4, 0xDD));
+  // Rounding may add a half to each of the 32 weights of a half.
+  const __m128 room = _mm_set1_ps(static_cast<float>(half_limit - kBlockTokens / 4 - 1));
+  const __m128 inverse = _mm_min_ps(_mm_div_ps(_mm_set1_ps(kTop8), most), _mm_div_ps(room, half));
+  StoreWeightScales<R>(inverse, most, n_groups, inverses, w_scale);
 }
 
 // 16 rounded weights as int16, in the order 0-3, 8-11 | 4-7, 12-15 of packs.
@@ -477,21 +609,22 @@ KVCELL_INLINE __m256i RoundPair(const float* p, const float* v_scale, __m256 inv
                             _mm256_cvtps_epi32(_mm256_mul_ps(y, inverse)));
 }
 
-KVCELL_INLINE int32_t Sum(__m256i x) {
-  __m128i y = _mm_add_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
-  y = _mm_add_epi32(y, _mm_shuffle_epi32(y, 0x4E));
-  return _mm_cvtsi128_si32(_mm_add_epi32(y, _mm_shuffle_epi32(y, 0xB1)));
+// The two 16-bit sums over the lanes' low and high halves, in every lane.
+KVCELL_INLINE __m256i SumLanes16(__m256i x) {
+  x = _mm256_add_epi16(x, _mm256_permute4x64_epi64(x, 0x4E));
+  x = _mm256_add_epi16(x, _mm256_shuffle_epi32(x, 0x4E));
+  return _mm256_add_epi16(x, _mm256_shuffle_epi32(x, 0xB1));
 }
 
 template <int R>
 void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
               int32_t* w_start) {
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
-  const __m256i ones8 = _mm256_set1_epi8(1), ones16 = _mm256_set1_epi16(1);
+  const __m256i ones8 = _mm256_set1_epi8(1), bias = _mm256_set1_epi16(static_cast<int16_t>(-levels.bias));
   alignas(32) int8_t packed[R][kBlockTokens];
   alignas(16) float inverse[4];
   for (int g = 0; g < n_groups; ++g, v_scale += kBlockTokens) {
-    WeightScales<R>(p, v_scale, static_cast<float>(levels.top), n_groups, inverse, w_scale + g);
+    WeightScales8<R>(p, v_scale, levels.half_limit, n_groups, inverse, w_scale + g);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m256 factor = _mm256_broadcast_ss(inverse + r);
@@ -504,7 +637,8 @@ void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& 
         sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16(ones8, bytes));
         _mm256_store_si256(reinterpret_cast<__m256i*>(packed[r] + t), _mm256_permutevar8x32_epi32(bytes, order));
       }
-      w_start[r * n_groups + g] = -levels.bias * Sum(_mm256_madd_epi16(sum, ones16));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(w_start + (r * n_groups + g) * kCopies),
+                          _mm256_mullo_epi16(SumLanes16(sum), bias));
     }
     for (int r = 0; r < R; ++r) {
       int8_t* out = w + static_cast<ptrdiff_t>(r * n_groups + g) * kWeightStride;
@@ -520,7 +654,8 @@ template <int R>
 void Weights16(const float* p, const float* v_scale, int n_groups, int16_t* w, float* w_scale) {
   alignas(16) float inverse[4];
   for (int g = 0; g < n_groups; ++g, v_scale += kBlockTokens) {
-    WeightScales<R>(p, v_scale, 32767.0f, n_groups, inverse, w_scale + g);
+    const __m128 most = LargestWeights<R>(p, v_scale);
+    StoreWeightScales<R>(_mm_div_ps(_mm_set1_ps(32767.0f), most), most, n_groups, inverse, w_scale + g);
     for (int r = 0; r < R; ++r) {
       const __m256 factor = _mm256_broadcast_ss(inverse + r);
       int16_t* out = w + static_cast<ptrdiff_t>(r * n_groups + g) * kBlockTokens;
@@ -536,6 +671,15 @@ void Weights16(const float* p, const float* v_scale, int n_groups, int16_t* w, f
 void Scale(float* x, int n, float factor) {
   const __m256 f = _mm256_set1_ps(factor);
   for (int i = 0; i < n; i += 8) _mm256_storeu_ps(x + i, _mm256_mul_ps(_mm256_loadu_ps(x + i), f));
+}
+
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ScoreArgs&)> ScoreRows() {
+  return {ScoreLevels<kBits, 1>, ScoreLevels<kBits, 2>, ScoreLevels<kBits, 3>, ScoreLevels<kBits, 4>};
+}
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ValueArgs&)> ValueRows() {
+  return {ValueLevels<kBits, 1>, ValueLevels<kBits, 2>, ValueLevels<kBits, 3>, ValueLevels<kBits, 4>};
 }
 
 }  // namespace
@@ -560,16 +704,25 @@ const KernelSet& Avx2Kernels() {
       .name = "avx2",
       .available = Avx2Available,
       .copies = kCopies,
+      .sums16 = true,
       .expand_scales = ExpandScales,
       .adjust = Adjust,
       .scale = Scale,
       .offset_bias = {OffsetBias<1>, OffsetBias<2>, OffsetBias<3>, OffsetBias<4>},
       .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
                  {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
-                 {ScoreInt4<1>, ScoreInt4<2>, ScoreInt4<3>, ScoreInt4<4>}}},
+                 ScoreRows<4>(),
+                 ScoreRows<2>(),
+                 ScoreRows<3>(),
+                 ScoreRows<5>(),
+                 ScoreRows<6>()}},
       .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
                  {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
-                 {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
+                 ValueRows<4>(),
+                 ValueRows<2>(),
+                 ValueRows<3>(),
+                 ValueRows<5>(),
+                 ValueRows<6>()}},
       .softmax = {Softmax<1>, Softmax<2>, Softmax<3>, Softmax<4>},
       .weights8 = {Weights8<1>, Weights8<2>, Weights8<3>, Weights8<4>},
       .weights16 = {Weights16<1>, Weights16<2>, Weights16<3>, Weights16<4>},

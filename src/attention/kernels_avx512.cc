@@ -99,39 +99,106 @@ void OffsetBias(const std::byte* offset, float scale, int dim_padded, const floa
   for (int r = 0; r < R; ++r) bias[r] = _mm512_reduce_add_ps(s[r]) * scale;
 }
 
-// sums[r] = start[r] + levels . x[r] over `n_chunks` lines: 16 lanes of 8 values each. Low and high nibbles have sums
-// of their own, so that one row is not a chain of waiting multiplications.
-template <int R>
-KVCELL_INLINE void DotInt4(const std::byte* codes, const std::byte* prefetch, int n_chunks, __m512i table,
-                           const int8_t* x, ptrdiff_t x_stride, __m512i sums[R]) {
-  const __m512i nibble = _mm512_set1_epi8(15);
+// The planes of one tile's codes as a kernel walks them, chunk after chunk: a chunk is 8 values a lane.
+struct CodeLines {
+  const std::byte* codes;
+  const std::byte* high;
+};
+template <int kBits>
+KVCELL_INLINE CodeLines LinesAt(CodeLines lines, ptrdiff_t chunk) {
+  constexpr int kHigh = HighBits(kBits);
+  lines.codes += chunk * 16 * LowBits(kBits);
+  if (kHigh > 0) lines.high += chunk * 16 * kHigh;
+  return lines;
+}
+
+// Levels of codes, looked up in tables of 16; int6 codes are their biased levels.
+template <int kBits>
+struct LevelTables {
+  __m512i low, high;
+  KVCELL_INLINE explicit LevelTables(const uint8_t* levels)
+      : low(_mm512_broadcast_i32x4(Load128(levels))),
+        high(kBits == 5 ? _mm512_broadcast_i32x4(Load128(levels + 16)) : low) {}
+};
+
+template <int kShift>
+KVCELL_INLINE __m512i Crumbs(__m512i x) {
+  return _mm512_and_si512(kShift == 0 ? x : _mm512_srli_epi16(x, kShift), _mm512_set1_epi8(3));
+}
+
+// Decodes two chunks: 16 lanes of 16 values, as 4 registers of 4 values a lane.
+template <int kBits>
+KVCELL_INLINE void DecodeChunks(CodeLines lines, const LevelTables<kBits>& tables, __m512i level[4]) {
+  if (LowBits(kBits) == 4) {
+    const __m512i nibble = _mm512_set1_epi8(15);
+#pragma GCC unroll 2
+    for (int c = 0; c < 2; ++c) {
+      const __m512i x = Load(lines.codes + c * 64);
+      level[2 * c] = _mm512_and_si512(x, nibble);
+      level[2 * c + 1] = _mm512_and_si512(_mm512_srli_epi16(x, 4), nibble);
+    }
+  } else {
+    const __m512i x = Load(lines.codes);
+    level[0] = Crumbs<0>(x);
+    level[1] = Crumbs<2>(x);
+    level[2] = Crumbs<4>(x);
+    level[3] = Crumbs<6>(x);
+  }
+  if (kBits == 6) {
+    const __m512i x = Load(lines.high);
+    level[0] = _mm512_or_si512(level[0], _mm512_slli_epi16(Crumbs<0>(x), 4));
+    level[1] = _mm512_or_si512(level[1], _mm512_slli_epi16(Crumbs<2>(x), 4));
+    level[2] = _mm512_or_si512(level[2], _mm512_slli_epi16(Crumbs<4>(x), 4));
+    level[3] = _mm512_or_si512(level[3], _mm512_slli_epi16(Crumbs<6>(x), 4));
+    return;
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    __mmask64 bits = 0;
+    if (HighBits(kBits) == 1) std::memcpy(&bits, lines.high + i * 8, sizeof(bits));
+    if (kBits == 3) level[i] = _mm512_mask_add_epi8(level[i], bits, level[i], _mm512_set1_epi8(4));
+    const __m512i low = _mm512_shuffle_epi8(tables.low, level[i]);
+    level[i] = kBits == 5 ? _mm512_mask_shuffle_epi8(low, bits, tables.high, level[i]) : low;
+  }
+}
+
+// sums[r] = start[r] + levels . x[r] over `n_chunks` (even) chunks: 16 lanes of 8 values each. The two halves of a
+// chunk have sums of their own, so that one row is not a chain of waiting multiplications.
+template <int kBits, int R>
+KVCELL_INLINE void DotLevels(CodeLines lines, const std::byte* prefetch, int n_chunks, const LevelTables<kBits>& tables,
+                             const int8_t* x, ptrdiff_t x_stride, __m512i sums[R]) {
   __m512i high[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) high[r] = _mm512_setzero_si512();
-  for (int c = 0; c < n_chunks; ++c) {
-    const __m512i line = Load(codes + c * 64);
-    Prefetch(prefetch + c * 64);
-    const __m512i a = _mm512_shuffle_epi8(table, _mm512_and_si512(line, nibble));
-    const __m512i b = _mm512_shuffle_epi8(table, _mm512_and_si512(_mm512_srli_epi16(line, 4), nibble));
+  for (int c = 0; c < n_chunks; c += 2) {
+    __m512i level[4];
+    DecodeChunks<kBits>(LinesAt<kBits>(lines, c), tables, level);
+    Prefetch(prefetch + c * 16 * kBits);
+    Prefetch(prefetch + c * 16 * kBits + 64);
+    if (kBits > 4) Prefetch(prefetch + c * 16 * kBits + 128);
     const int8_t* xc = x + c * 8;
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r, xc += x_stride) {
-      sums[r] = _mm512_dpbusd_epi32(sums[r], a, Broadcast4(xc));
-      high[r] = _mm512_dpbusd_epi32(high[r], b, Broadcast4(xc + 4));
+      sums[r] = _mm512_dpbusd_epi32(sums[r], level[0], Broadcast4(xc));
+      high[r] = _mm512_dpbusd_epi32(high[r], level[1], Broadcast4(xc + 4));
+      sums[r] = _mm512_dpbusd_epi32(sums[r], level[2], Broadcast4(xc + 8));
+      high[r] = _mm512_dpbusd_epi32(high[r], level[3], Broadcast4(xc + 12));
     }
   }
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) sums[r] = _mm512_add_epi32(sums[r], high[r]);
 }
 
-template <int R>
-void ScoreInt4(const ScoreArgs& a) {
-  const __m512i table = _mm512_broadcast_i32x4(Load128(a.levels));
+template <int kBits, int R>
+void ScoreLevels(const ScoreArgs& a) {
+  const LevelTables<kBits> tables(a.levels);
   const int n_chunks = a.dim_padded / 8;
   const int group_chunks = a.group / 8;
   const int8_t* q = static_cast<const int8_t*>(a.q);
   for (int t = 0; t < kBlockTokens; t += 16) {
-    const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks * 64;
+    const ptrdiff_t tile = static_cast<ptrdiff_t>(t / 16) * n_chunks;
+    const CodeLines lines = LinesAt<kBits>({a.codes, a.codes_high}, tile);
+    const std::byte* prefetch = a.prefetch + tile * 16 * kBits;
     __m512 s[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) s[r] = _mm512_set1_ps(a.bias[r]);
@@ -141,7 +208,7 @@ void ScoreInt4(const ScoreArgs& a) {
       __m512i acc[R];
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) acc[r] = _mm512_set1_epi32(a.q_start[r * a.scale_stride + g]);
-      DotInt4<R>(a.codes + tile + c * 64, a.prefetch + tile + c * 64, n, table, q + c * 8, a.q_stride, acc);
+      DotLevels<kBits, R>(LinesAt<kBits>(lines, c), prefetch + c * 16 * kBits, n, tables, q + c * 8, a.q_stride, acc);
       const __m512 scale = _mm512_loadu_ps(a.k_scale + g * kBlockTokens + t);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
@@ -154,18 +221,19 @@ void ScoreInt4(const ScoreArgs& a) {
   }
 }
 
-template <int R>
-void ValueInt4(const ValueArgs& a) {
+template <int kBits, int R>
+void ValueLevels(const ValueArgs& a) {
   constexpr int kChunks = kBlockTokens / 8;
-  const __m512i table = _mm512_broadcast_i32x4(Load128(a.levels));
+  const LevelTables<kBits> tables(a.levels);
   for (int d = 0; d < a.dim_padded; d += 16) {
-    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * kChunks * 64;
+    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * kChunks;
     const int g = d / a.group;
     __m512i acc[R];
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) acc[r] = _mm512_set1_epi32(a.w_start[r * a.n_groups + g]);
-    DotInt4<R>(a.codes + tile, a.prefetch + tile, kChunks, table, static_cast<const int8_t*>(a.w) + g * kWeightStride,
-               static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
+    DotLevels<kBits, R>(LinesAt<kBits>({a.codes, a.codes_high}, tile), a.prefetch + tile * 16 * kBits, kChunks, tables,
+                        static_cast<const int8_t*>(a.w) + static_cast<ptrdiff_t>(g) * kWeightStride,
+                        static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
@@ -386,8 +454,7 @@ void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& 
     for (int r = 0; r < R; ++r) {
       __m512 x[4];
       const int at = r * n_groups + g;
-      const __m512 inverse =
-          ScaledWeights(p + r * kBlockTokens, v_scale, static_cast<float>(levels.top), x, w_scale + at);
+      const __m512 inverse = ScaledWeights(p + r * kBlockTokens, v_scale, static_cast<float>(kTop8), x, w_scale + at);
       __m512i sum = _mm512_setzero_si512();
 #pragma GCC unroll 4
       for (int i = 0; i < 4; ++i) {
@@ -423,6 +490,15 @@ void Scale(float* x, int n, float factor) {
     _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(factor)));
 }
 
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ScoreArgs&)> ScoreRows() {
+  return {ScoreLevels<kBits, 1>, ScoreLevels<kBits, 2>, ScoreLevels<kBits, 3>, ScoreLevels<kBits, 4>};
+}
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ValueArgs&)> ValueRows() {
+  return {ValueLevels<kBits, 1>, ValueLevels<kBits, 2>, ValueLevels<kBits, 3>, ValueLevels<kBits, 4>};
+}
+
 }  // namespace
 }  // namespace kvcell::attention_internal
 
@@ -445,16 +521,25 @@ const KernelSet& Avx512Kernels() {
       .name = "avx512",
       .available = Avx512Available,
       .copies = 1,
+      .sums16 = false,
       .expand_scales = ExpandScales,
       .adjust = Adjust,
       .scale = Scale,
       .offset_bias = {OffsetBias<1>, OffsetBias<2>, OffsetBias<3>, OffsetBias<4>},
       .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
                  {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
-                 {ScoreInt4<1>, ScoreInt4<2>, ScoreInt4<3>, ScoreInt4<4>}}},
+                 ScoreRows<4>(),
+                 ScoreRows<2>(),
+                 ScoreRows<3>(),
+                 ScoreRows<5>(),
+                 ScoreRows<6>()}},
       .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
                  {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
-                 {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
+                 ValueRows<4>(),
+                 ValueRows<2>(),
+                 ValueRows<3>(),
+                 ValueRows<5>(),
+                 ValueRows<6>()}},
       .softmax = {Softmax<1>, Softmax<2>, Softmax<3>, Softmax<4>},
       .weights8 = {Weights8<1>, Weights8<2>, Weights8<3>, Weights8<4>},
       .weights16 = {Weights16<1>, Weights16<2>, Weights16<3>, Weights16<4>},

@@ -53,16 +53,22 @@ void OffsetBias(const std::byte* offset, float scale, int dim_padded, const floa
   }
 }
 
-// Byte and shift of a code whose lane and place in its chunk are given: see cell_layout.h.
-int Nibble(const std::byte* line, int lane, int place) {
-  const int byte = static_cast<int>(line[lane * 4 + place % 4]);
-  return place < 4 ? byte & 15 : byte >> 4;
+// The code at one lane and place along it: see cell_layout.h.
+template <int kBits>
+int CodeAt(const std::byte* codes, const std::byte* high, int lane, int along, int n_along) {
+  constexpr int kLow = LowBits(kBits), kHigh = HighBits(kBits);
+  const CodePlace place = PlaceOf(kLow, lane, along, n_along);
+  int code = static_cast<int>(codes[place.byte]) >> place.shift & ((1 << kLow) - 1);
+  if (kHigh > 0) {
+    const CodePlace at = PlaceOf(kHigh, lane, along, n_along);
+    code |= (static_cast<int>(high[at.byte]) >> at.shift & ((1 << kHigh) - 1)) << kLow;
+  }
+  return code;
 }
 
-template <int R>
-void ScoreInt4(const ScoreArgs& a) {
+template <int kBits, int R>
+void ScoreLevels(const ScoreArgs& a) {
   const int8_t* q = static_cast<const int8_t*>(a.q);
-  const int n_chunks = a.dim_padded / 8;
   for (int t = 0; t < kBlockTokens; ++t) {
     float s[R];
     for (int r = 0; r < R; ++r) s[r] = a.bias[r];
@@ -71,8 +77,7 @@ void ScoreInt4(const ScoreArgs& a) {
       int32_t acc[R];
       for (int r = 0; r < R; ++r) acc[r] = a.q_start[r * a.scale_stride + g];
       for (int d = g * a.group; d < end; ++d) {
-        const std::byte* line = a.codes + (t / 16 * n_chunks + d / 8) * 64;
-        const int level = a.levels[Nibble(line, t % 16, d % 8)];
+        const int level = a.levels[CodeAt<kBits>(a.codes, a.codes_high, t, d, a.dim_padded)];
         for (int r = 0; r < R; ++r) acc[r] += level * q[r * a.q_stride + d];
       }
       const float scale = a.k_scale[g * kBlockTokens + t];
@@ -117,16 +122,15 @@ void ScoreF16(const ScoreArgs& a) {
   }
 }
 
-template <int R>
-void ValueInt4(const ValueArgs& a) {
+template <int kBits, int R>
+void ValueLevels(const ValueArgs& a) {
   const int8_t* w = static_cast<const int8_t*>(a.w);
   for (int d = 0; d < a.dim_padded; ++d) {
     const int g = d / a.group;
     int32_t acc[R];
     for (int r = 0; r < R; ++r) acc[r] = a.w_start[r * a.n_groups + g];
     for (int t = 0; t < kBlockTokens; ++t) {
-      const std::byte* line = a.codes + (d / 16 * (kBlockTokens / 8) + t / 8) * 64;
-      const int level = a.levels[Nibble(line, d % 16, t % 8)];
+      const int level = a.levels[CodeAt<kBits>(a.codes, a.codes_high, d, t, kBlockTokens)];
       for (int r = 0; r < R; ++r) acc[r] += level * w[(r * a.n_groups + g) * kWeightStride + t];
     }
     for (int r = 0; r < R; ++r) {
@@ -207,7 +211,7 @@ void Weights8(const float* p, const float* v_scale, int n_groups, const Levels& 
   for (int r = 0; r < R; ++r, p += kBlockTokens) {
     for (int g = 0; g < n_groups; ++g, w += kWeightStride) {
       const float* scale = v_scale + g * kBlockTokens;
-      const float inverse = InverseScale(p, scale, static_cast<float>(levels.top), w_scale++);
+      const float inverse = InverseScale(p, scale, static_cast<float>(kTop8), w_scale++);
       int32_t sum = 0;
       for (int t = 0; t < kBlockTokens; ++t) {
         w[t] = RoundWeight<int8_t>(p[t] * scale[t] * inverse);
@@ -235,6 +239,15 @@ void Scale(float* x, int n, float factor) {
 
 bool Available() { return true; }
 
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ScoreArgs&)> ScoreRows() {
+  return {ScoreLevels<kBits, 1>, ScoreLevels<kBits, 2>, ScoreLevels<kBits, 3>, ScoreLevels<kBits, 4>};
+}
+template <int kBits>
+constexpr KernelSet::PerRows<void(const ValueArgs&)> ValueRows() {
+  return {ValueLevels<kBits, 1>, ValueLevels<kBits, 2>, ValueLevels<kBits, 3>, ValueLevels<kBits, 4>};
+}
+
 }  // namespace
 
 const KernelSet& ScalarKernels() {
@@ -242,16 +255,25 @@ const KernelSet& ScalarKernels() {
       .name = "scalar",
       .available = Available,
       .copies = 1,
+      .sums16 = false,
       .expand_scales = ExpandScales,
       .adjust = Adjust,
       .scale = Scale,
       .offset_bias = {OffsetBias<1>, OffsetBias<2>, OffsetBias<3>, OffsetBias<4>},
       .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
                  {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
-                 {ScoreInt4<1>, ScoreInt4<2>, ScoreInt4<3>, ScoreInt4<4>}}},
+                 ScoreRows<4>(),
+                 ScoreRows<2>(),
+                 ScoreRows<3>(),
+                 ScoreRows<5>(),
+                 ScoreRows<6>()}},
       .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
                  {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
-                 {ValueInt4<1>, ValueInt4<2>, ValueInt4<3>, ValueInt4<4>}}},
+                 ValueRows<4>(),
+                 ValueRows<2>(),
+                 ValueRows<3>(),
+                 ValueRows<5>(),
+                 ValueRows<6>()}},
       .softmax = {Softmax<1>, Softmax<2>, Softmax<3>, Softmax<4>},
       .weights8 = {Weights8<1>, Weights8<2>, Weights8<3>, Weights8<4>},
       .weights16 = {Weights16<1>, Weights16<2>, Weights16<3>, Weights16<4>},

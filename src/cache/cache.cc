@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <unordered_map>
 #include <unordered_set>
 
 #include "base/checksum.h"
@@ -14,6 +15,9 @@ namespace {
 // Of the identity that decides whether stored cells may be read (docs/format.md).
 constexpr int kCacheFormat = 1;
 
+// Tiles of up to this many tokens read what they share with others together.
+constexpr int32_t kFewRows = 4;
+
 std::string GeometryText(const Geometry& geometry) {
   std::string text;
   for (const LayerGeometry& g : geometry) {
@@ -21,6 +25,11 @@ std::string GeometryText(const Geometry& geometry) {
                         g.softcap);
   }
   return text;
+}
+
+Status CheckStoredCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
+                       const BlockKey& key) {
+  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
 }
 
 size_t BlocksFor(size_t n_tokens) { return (n_tokens + kBlockTokens - 1) / kBlockTokens; }
@@ -34,6 +43,7 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
   KVCELL_FAIL_IF_ERROR(CheckOptions(options));
   auto map = MakeCellMap(options.geometry, options.codec, options.sinks);
   if (!map) return Fail(map.error());
+  const uint64_t block_bytes = map->CodedBytesPerBlock(kFullLayers) + map->CodedBytesPerBlock(kWindowLayers);
   const MemoryShape shape = ShapeFor(*map, options);
   const uint64_t scratch = ScratchBytes(*map, options);
   const uint64_t minimum = shape.fixed_bytes + shape.minimum_coded + scratch;
@@ -51,14 +61,11 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
     store_options.name_space = options.name_space;
     store_options.disk_cap = options.disk_cap;
     store_options.ttl_seconds = options.ttl_seconds;
+    store_options.cell_check = CheckStoredCell;
     auto store = Store::Open(options.store, store_options);
     if (!store) return Fail(store.error());
     cache->store_ = std::move(*store);
-    cache->store_->StartScrub(
-        [](std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position, const BlockKey& key) {
-          return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
-        },
-        options.scrub_bytes_per_second, nullptr);
+    cache->store_->StartScrub(CheckStoredCell, options.scrub_bytes_per_second, nullptr);
   }
   uint64_t generation = 1;
   if (cache->store_ != nullptr) {
@@ -73,6 +80,7 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
                                                      .generation = generation});
   if (!memory) return Fail(memory.error());
   cache->memory_ = std::move(*memory);
+  cache->block_bytes_ = block_bytes;
   cache->identity_ = options.identity;
   cache->identity_.emplace_back("geometry", GeometryText(options.geometry));
   cache->identity_.emplace_back("codec", CodecText(options.codec));
@@ -82,7 +90,7 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
                                 fmt::format("block{} cell{} cache{}", kBlockTokens, kCellVersion, kCacheFormat));
   std::string text;
   for (const auto& [field, value] : cache->identity_) text += field + '\0' + value + '\0';
-  cache->identity_digest_ = Checksum128(std::as_bytes(std::span(text)));
+  cache->identity_digest_ = Address128(Checksum128(std::as_bytes(std::span(text))));
 
   const CellMap& cells = cache->memory_->map();
   for (const LayerCells& layer : cells.layers) {
@@ -103,6 +111,7 @@ CacheImpl::~CacheImpl() {
   for (auto& sequence : sequences_) {
     if (sequence != nullptr) ReleaseFrom(sequence.get(), 0);
   }
+  while (PrefixNode* node = tree_.FirstIdle()) GiveUpIdle(node);
 }
 
 Sequence* CacheImpl::Find(SequenceId id) const {
@@ -140,6 +149,9 @@ Result<SequenceId> CacheImpl::Fork(SequenceId parent_id) {
   child->tokens = parent->tokens;
   child->window_floor = parent->window_floor;
   child->replica_floor = parent->replica_floor;
+  child->n_shared = parent->n_shared;
+  child->draft_from = parent->draft_from;
+  child->approximate = parent->approximate;
   for (Block* block : child->blocks) CellMemory::AddRef(block);
   return id;
 }
@@ -154,8 +166,19 @@ Status CacheImpl::Free(SequenceId id) {
 }
 
 void CacheImpl::ReleaseFrom(Sequence* sequence, size_t first_block) {
-  for (size_t b = first_block; b < sequence->blocks.size(); ++b) memory_->Release(sequence->blocks[b]);
-  sequence->blocks.resize(std::min(first_block, sequence->blocks.size()));
+  // From the end on: a chain in the prefix tree loses its tail first.
+  while (sequence->blocks.size() > first_block) {
+    Block* block = sequence->blocks.back();
+    sequence->blocks.pop_back();
+    if (--block->refs == 0) {
+      ++block->refs;
+      memory_->Release(block);
+    } else {
+      AfterRelease(block, sequence->blocks.size());
+    }
+  }
+  sequence->n_shared = std::min(sequence->n_shared, sequence->blocks.size());
+  KeepWithinLimits();
 }
 
 Result<int64_t> CacheImpl::Trim(SequenceId id, int64_t length) {
@@ -165,7 +188,11 @@ Result<int64_t> CacheImpl::Trim(SequenceId id, int64_t length) {
   if (length < 0)
     return Fail(StatusCode::kInvalidArgument, fmt::format("can't trim to {} tokens; give 0 or more", length));
   const auto now = static_cast<int64_t>(sequence->tokens.size());
-  if (length >= now) return now;
+  if (length >= now) {
+    sequence->draft_from = -1;
+    Share(sequence);
+    return now;
+  }
   const auto inside = static_cast<size_t>(length / kBlockTokens);
   if (length % kBlockTokens != 0 && sequence->blocks[inside]->sealed) length -= length % kBlockTokens;
   if (!WindowsThere(*sequence, length)) length = 0;
@@ -173,6 +200,8 @@ Result<int64_t> CacheImpl::Trim(SequenceId id, int64_t length) {
   sequence->tokens.resize(static_cast<size_t>(length));
   sequence->window_floor = std::min(sequence->window_floor, sequence->blocks.size());
   sequence->replica_floor = std::min(sequence->replica_floor, sequence->blocks.size());
+  sequence->draft_from = -1;
+  Share(sequence);
   return length;
 }
 
@@ -198,13 +227,15 @@ std::span<const Token> CacheImpl::Tokens(SequenceId id) const {
   return sequence == nullptr ? std::span<const Token>{} : std::span<const Token>(sequence->tokens);
 }
 
-BlockKey CacheImpl::KeyOf(const Block& block) const {
+BlockKey CacheImpl::KeyOf(const BlockKey& parent, std::span<const Token, kBlockTokens> tokens) const {
   Checksum128Stream stream;
   stream.Update(std::as_bytes(std::span(identity_digest_)));
-  stream.Update(std::as_bytes(std::span(block.parent)));
-  stream.Update(std::as_bytes(std::span(block.tokens)));
-  return stream.Digest();
+  stream.Update(std::as_bytes(std::span(parent)));
+  stream.Update(std::as_bytes(tokens));
+  return Address128(stream.Digest());
 }
+
+BlockKey CacheImpl::KeyOf(const Block& block) const { return KeyOf(block.parent, block.tokens); }
 
 Status CacheImpl::CheckItems(std::span<const StepItem> items) const {
   if (in_step_) return InStep("Begin");
@@ -245,6 +276,7 @@ Status CacheImpl::PlanSequence(const StepItem& item, int32_t first_row, int32_t*
   const size_t start = sequence.tokens.size();
   const size_t end = start + item.tokens.size();
   planned->sequence = &sequence;
+  planned->draft = item.draft;
   planned->tokens.assign(item.tokens.begin(), item.tokens.end());
   planned->first_block = start / kBlockTokens;
   KVCELL_RETURN_IF_ERROR(MakeWritable(&sequence));
@@ -274,6 +306,12 @@ Status CacheImpl::PlanSequence(const StepItem& item, int32_t first_row, int32_t*
       memory_->TakeCoded(&block);
     }
   }
+  // Exact cells that a cut has left without: what this step computes is this sequence's alone.
+  const size_t first_recent =
+      planned->first_block - std::min(planned->first_block, static_cast<size_t>(options_.recent_blocks));
+  for (size_t b = first_recent; b < planned->first_block; ++b) {
+    if (sequence.blocks[b]->cells[0].exact == kNoSlot) planned->approximate = true;
+  }
   return OkStatus();
 }
 
@@ -284,7 +322,7 @@ Status CacheImpl::Begin(std::span<const StepItem> items) {
     const size_t start = Find(item.sequence)->tokens.size();
     n_sealing += (start + item.tokens.size()) / kBlockTokens - start / kBlockTokens;
   }
-  KVCELL_RETURN_IF_ERROR(memory_->ReserveCoded(n_sealing));
+  KVCELL_RETURN_IF_ERROR(SettleRoom(n_sealing));
   step_.clear();
   step_.resize(items.size());
   in_step_ = true;
@@ -306,13 +344,12 @@ Status CacheImpl::Begin(std::span<const StepItem> items) {
 void CacheImpl::PlanTiles() {
   const CellMap& map = memory_->map();
   tiles_.clear();
-  split_segments_ = 0;
+  whole_tiles_.clear();
   for (const StepSequence& item : step_) {
     for (size_t i = 0; i < item.blocks.size(); ++i) {
       const size_t own = item.first_block + i;
       const size_t n_coded = own - std::min(own, static_cast<size_t>(options_.recent_blocks));
-      tiles_.push_back({&item, i, static_cast<int32_t>((n_coded + kSegmentBlocks - 1) / kSegmentBlocks)});
-      split_segments_ += static_cast<uint32_t>(tiles_.back().n_segments) + 1;
+      tiles_.push_back({&item, i, static_cast<int32_t>((n_coded + kSegmentBlocks - 1) / kSegmentBlocks), n_coded});
     }
     for (size_t b = 0; b < item.first_block; ++b) {
       Block& block = *item.sequence->blocks[b];
@@ -324,17 +361,46 @@ void CacheImpl::PlanTiles() {
 
   split_heads_ = 0;
   for (const LayerCells& layer : map.layers) split_heads_ = std::max<size_t>(split_heads_, layer.n_heads);
-  // Partial results are worth their merging only where whole tiles would leave threads idle.
-  split_ = tiles_.size() * split_heads_ < 4 * workers_.size() || step_rows_ <= static_cast<int32_t>(tiles_.size()) * 4;
-  if (!split_) return;
+  // Partial results are worth their merging where whole tiles would leave threads idle, and where tiles have so few
+  // rows that reading the cells is what takes the time: these read together what they share.
+  const bool split_all = tiles_.size() * split_heads_ < 4 * workers_.size();
+  for (size_t t = tiles_.size(); t-- > 0;) {
+    const StepBlock& step = tiles_[t].owner->blocks[tiles_[t].index];
+    tiles_[t].split = split_all || step.end - step.begin <= kFewRows;
+    if (!tiles_[t].split) whole_tiles_.push_back(static_cast<uint32_t>(t));
+  }
+  PlanGroups();
   while (split_units_.size() < tiles_.size() * split_heads_) split_units_.push_back(std::make_unique<SplitUnit>());
   for (size_t t = 0; t < tiles_.size(); ++t) {
+    if (!tiles_[t].split) continue;
     const auto n = static_cast<size_t>(tiles_[t].n_segments) + 1;
     for (size_t h = 0; h < split_heads_; ++h) {
       SplitUnit& unit = *split_units_[t * split_heads_ + h];
       if (unit.partials.size() < n) unit.partials.resize(n);
       unit.left.store(static_cast<int32_t>(n), std::memory_order_relaxed);
     }
+  }
+}
+
+// Segments of split tiles, those that begin with the same block together. What they share is always at the front:
+// blocks have one past. The exact cells are each tile's own.
+void CacheImpl::PlanGroups() {
+  groups_.clear();
+  std::unordered_map<const Block*, size_t> by_block;  // into groups_
+  for (uint32_t t = 0; t < tiles_.size(); ++t) {
+    if (!tiles_[t].split) continue;
+    for (int32_t s = 0; s < tiles_[t].n_segments; ++s) {
+      const Block* first = &BlockAt(tiles_[t], static_cast<size_t>(s) * kSegmentBlocks);
+      const auto [at, is_new] = by_block.try_emplace(first, groups_.size());
+      if (is_new) groups_.push_back({.segment = s, .tiles = {}});
+      groups_[at->second].tiles.push_back(t);
+    }
+  }
+  // The dearest first, so that no thread is left with one at the end.
+  std::stable_sort(groups_.begin(), groups_.end(),
+                   [](const SegmentGroup& a, const SegmentGroup& b) { return a.tiles.size() > b.tiles.size(); });
+  for (uint32_t t = 0; t < tiles_.size(); ++t) {
+    if (tiles_[t].split) groups_.push_back({.segment = tiles_[t].n_segments, .tiles = {t}});
   }
 }
 
@@ -362,8 +428,15 @@ Status CacheImpl::Commit() {
       if (step.is_new) sequence.blocks.push_back(step.block);
       if (step.seals) memory_->Sealed(step.block);
     }
+    sequence.approximate = sequence.approximate || item.approximate;
+    if (!item.draft) {
+      sequence.draft_from = -1;
+    } else if (sequence.draft_from < 0) {
+      sequence.draft_from = static_cast<int64_t>(sequence.tokens.size());
+    }
     sequence.tokens.insert(sequence.tokens.end(), item.tokens.begin(), item.tokens.end());
     DropPassed(&sequence);
+    Share(&sequence);
   }
   step_.clear();
   in_step_ = false;
@@ -371,24 +444,46 @@ Status CacheImpl::Commit() {
   return OkStatus();
 }
 
-// Exact copies that no later query reads, and cells that every window has passed.
+// Exact copies that no later query reads, and cells that every window has passed. A sequence that is behind still needs
+// them.
 void CacheImpl::DropPassed(Sequence* sequence) {
   const size_t n_sealed = sequence->tokens.size() / kBlockTokens;
   const size_t keep_exact = static_cast<size_t>(options_.recent_blocks);
-  size_t& replica = sequence->replica_floor;
-  for (; replica + keep_exact < n_sealed && sequence->blocks[replica]->refs == 1; ++replica) {
-    memory_->DropExact(sequence->blocks[replica]);
+  while (sequence->replica_floor + keep_exact < n_sealed) {
+    const size_t passed = sequence->replica_floor++;
+    DropUnwanted(sequence->blocks[passed], passed);
   }
   if (memory_->map().shapes[kWindowLayers].layers.empty()) return;
   int64_t widest = 0;
   for (const LayerGeometry& layer : options_.geometry) widest = std::max<int64_t>(widest, layer.window);
-  // The next query is at position `length` and sees [length - window + 1, length]. A fork that is behind still needs
-  // the cells.
+  // The next query is at position `length` and sees [length - window + 1, length].
   const int64_t oldest = static_cast<int64_t>(sequence->tokens.size()) - widest + 1;
-  size_t& floor = sequence->window_floor;
-  for (; static_cast<int64_t>(floor + 1) * kBlockTokens <= oldest && sequence->blocks[floor]->refs == 1; ++floor) {
-    memory_->EvictGroup(sequence->blocks[floor], kWindowLayers);
+  while (static_cast<int64_t>(sequence->window_floor + 1) * kBlockTokens <= oldest) {
+    const size_t passed = sequence->window_floor++;
+    DropUnwanted(sequence->blocks[passed], passed);
   }
+}
+
+// Drops what no sequence that uses the block will read again: its exact cells, its sliding-window cells.
+void CacheImpl::DropUnwanted(Block* block, size_t index) {
+  bool exact = false, windows = false;
+  for (const auto& sequence : sequences_) {
+    if (sequence == nullptr || sequence->blocks.size() <= index || sequence->blocks[index] != block) continue;
+    exact = exact || !block->sealed || sequence->replica_floor <= index;
+    windows = windows || sequence->window_floor <= index;
+  }
+  if (!exact) memory_->DropExact(block);
+  if (!windows && !memory_->map().shapes[kWindowLayers].layers.empty()) memory_->EvictGroup(block, kWindowLayers);
+}
+
+// Room for n more sealed blocks: prefixes that nobody uses go first, then older cells leave for the store.
+Status CacheImpl::SettleRoom(uint64_t n_blocks) {
+  while (!memory_->Fits(n_blocks)) {
+    PrefixNode* node = tree_.FirstIdle();
+    if (node == nullptr) break;
+    GiveUpIdle(node);
+  }
+  return memory_->ReserveCoded(n_blocks);
 }
 
 std::vector<Block*> CacheImpl::LiveBlocks() const {
@@ -437,6 +532,8 @@ CacheStats CacheImpl::Stats() const {
   stats.ram_bytes = memory_->committed();
   stats.ram_peak_bytes = memory_->peak_committed();
   stats.reads_ram = reads_ram_.load(std::memory_order_relaxed);
+  stats.reads_shared = reads_shared_.load(std::memory_order_relaxed);
+  stats.prefix_bytes = tree_.n_idle() * block_bytes_;
   stats.reads_file = reads_file_.load(std::memory_order_relaxed);
   stats.approximate_reads = approximate_reads_.load(std::memory_order_relaxed);
   stats.transitions = memory_->transitions().total();

@@ -11,6 +11,7 @@
 #include "attention/attention.h"
 #include "cache/barrier.h"
 #include "cache/plan.h"
+#include "cache/prefix_tree.h"
 #include "cell/cell_memory.h"
 #include "codec/cell_codec.h"
 #include "kvcell/cache.h"
@@ -22,8 +23,12 @@ namespace kvcell {
 struct Sequence {
   std::vector<Block*> blocks;  // [ceil(tokens / 64)]; the last one is open unless the length is a multiple of 64
   std::vector<Token> tokens;
-  size_t window_floor = 0;   // blocks before it have given up their sliding-window cells
-  size_t replica_floor = 0;  // sealed blocks before it have given up their exact cells
+  size_t window_floor = 0;   // blocks before it are behind every sliding window of this sequence
+  size_t replica_floor = 0;  // sealed blocks before it are no longer read exactly by this sequence
+  size_t n_shared = 0;       // leading blocks that are in the prefix tree
+  int64_t draft_from = -1;   // tokens from here on are a guess that nobody else is given; -1: none
+  bool approximate =
+      false;  // read a coded cell where recent_blocks promised an exact one: what follows is its own alone
   std::unique_ptr<Store::SessionLock> lock;
   std::string locked_name;
 };
@@ -40,6 +45,8 @@ struct StepBlock {
 
 struct StepSequence {
   Sequence* sequence = nullptr;
+  bool draft = false;
+  bool approximate = false;   // reads coded cells where recent_blocks promised exact ones
   std::vector<Token> tokens;  // that this step appends
   size_t first_block = 0;     // index in the sequence of blocks[0]
   std::vector<StepBlock> blocks;
@@ -50,10 +57,30 @@ struct Tile {
   const StepSequence* owner = nullptr;
   size_t index = 0;        // into owner->blocks
   int32_t n_segments = 0;  // of coded blocks before it; one more with the exact cells follows
+  size_t n_coded = 0;      // blocks before it that are read as their codes
+  bool split = false;      // few rows: its segments are attended on their own, with those of other tiles that are equal
+};
+
+// Tiles whose segment `segment` begins with the same block: its cells are read once for all of them as far as they
+// agree.
+struct SegmentGroup {
+  int32_t segment = 0;
+  std::vector<uint32_t> tiles;
+};
+
+// Query rows of several tiles that go through the same cells, and how far they have come.
+struct SharedRows {
+  PreparedQueries queries;
+  Partial state;
+  std::vector<uint32_t> tiles;
+  std::vector<const float*> q;
+  std::vector<float*> out;
+  std::vector<int64_t> begin, end;
 };
 
 // What one thread works with; grows once.
 struct Worker {
+  std::vector<std::unique_ptr<SharedRows>> shared;  // by how often the tiles have parted
   PreparedQueries queries;
   Partial running;
   Partial segment;
@@ -76,6 +103,10 @@ class CacheImpl final : public Cache {
   Result<int64_t> Trim(SequenceId sequence, int64_t length) override;
   int64_t Length(SequenceId sequence) const override;
   std::span<const Token> Tokens(SequenceId sequence) const override;
+
+  Result<PrefixUse> Reuse(SequenceId sequence, std::span<const Token> tokens) override;
+  Status Publish(SequenceId sequence) override;
+  int64_t Room() const override;
 
   Status Begin(std::span<const StepItem> items) override;
   void Compute(int layer, const float* k, const float* v, const float* q, float* out, int part,
@@ -102,10 +133,14 @@ class CacheImpl final : public Cache {
   Status PlanSequence(const StepItem& item, int32_t first_row, int32_t* scratch, StepSequence* planned);
   Status MakeWritable(Sequence* sequence);
   void PlanTiles();
+  void PlanGroups();
   void ReleaseFrom(Sequence* sequence, size_t first_block);
   bool WindowsThere(const Sequence& sequence, int64_t length) const;
   void DropPassed(Sequence* sequence);
+  void DropUnwanted(Block* block, size_t index);
+  Status SettleRoom(uint64_t n_blocks);
   BlockKey KeyOf(const Block& block) const;
+  BlockKey KeyOf(const BlockKey& parent, std::span<const Token, kBlockTokens> tokens) const;
   std::vector<Block*> LiveBlocks() const;
 
   // compute.cc: one layer of a step
@@ -120,12 +155,46 @@ class CacheImpl final : public Cache {
                        const PreparedQueries& queries, Worker* worker, Partial* state);
   Status ExactCells(const LayerCells& layer, const Tile& tile, uint16_t head, Worker* worker);
   void AttendWhole(int layer, const Tile& tile, uint16_t head, const float* q, float* out, Worker* worker);
-  void AttendSplit(int layer, const float* q, float* out, Worker* worker);
+  void AttendGroup(int layer, const SegmentGroup& group, uint16_t head, const float* q, float* out, Worker* worker);
+  void AttendShared(int layer, const SegmentGroup& group, uint16_t head, size_t from, size_t depth, const float* q,
+                    float* out, Worker* worker);
+  void FinishSplit(int layer, uint32_t tile, uint16_t head, const float* q, float* out, Worker* worker);
+  Status CodedCells(const LayerCells& layer, const Tile& tile, uint16_t head, size_t begin, size_t end,
+                    int64_t first_seen, Worker* worker, uint64_t* from_file);
+  const Block& BlockAt(const Tile& tile, size_t index) const {
+    return index >= tile.owner->first_block ? *tile.owner->blocks[index - tile.owner->first_block].block
+                                            : *tile.owner->sequence->blocks[index];
+  }
+  void AddRows(const LayerCells& layer, const Tile& tile, uint16_t head, const float* q, float* out,
+               std::vector<const float*>* rows_q, std::vector<float*>* rows_out, std::vector<int64_t>* begin,
+               std::vector<int64_t>* end) const;
+  int RowsOf(const LayerCells& layer, const Tile& tile) const {
+    const StepBlock& step = tile.owner->blocks[tile.index];
+    return (step.end - step.begin) * layer.geometry.group();
+  }
   void KeepError(Status status);
+
+  // prefix.cc: blocks shared by what they hold
+  void Share(Sequence* sequence);
+  Block* SharedInstead(Block* mine, PrefixNode* theirs);
+  void AfterRelease(Block* block, size_t index);
+  void GiveUpIdle(PrefixNode* node);
+  void KeepWithinLimits();
+  size_t ReplicaEnd(std::span<PrefixNode* const> chain) const;
+  size_t WindowEnd(const Sequence& sequence) const;
+  Result<PrefixFound> FindStored(std::span<const Token> tokens, size_t n_blocks, size_t n_there) const;
+  size_t TakeStored(PrefixFound* found, size_t n_there, Sequence* sequence, PrefixUse* use);
+  void TellEnd(std::span<const Token> tokens, size_t n_most, const PrefixFound& found, PrefixUse* use) const;
+  std::vector<std::byte> PackShared(const Sequence& sequence, size_t n_blocks, bool sinks) const;
+  bool UnpackSinks(std::span<const std::byte> bytes, Block* root);
+  bool UnpackReplicas(std::span<const std::byte> bytes, std::span<Block* const> blocks);
 
   // session.cc: to the store and back
   std::vector<std::byte> PackExact(const Sequence& sequence);
   Status UnpackExact(std::span<const std::byte> bytes, size_t n_stored, Sequence* sequence);
+  // Reads stored blocks [first, blocks.size()) in and verifies them, the newest into RAM as far as there is room.
+  // Returns how many blocks from 0 on are sound.
+  size_t RecoverFrom(Sequence* sequence, size_t first, int64_t windows_from, std::string* note);
   Result<size_t> BringBack(const SessionRecord& record, Sequence* sequence, std::string* note);
 
   CacheOptions options_;
@@ -135,11 +204,15 @@ class CacheImpl final : public Cache {
   std::unique_ptr<CellMemory> memory_;
   std::vector<HeadContext> heads_;                    // [n_layers]
   std::vector<std::unique_ptr<Sequence>> sequences_;  // by id; null: free
+  PrefixTree tree_;
+  uint64_t block_bytes_ = 0;  // of a sealed block's cells
 
   // The step under way.
   bool in_step_ = false;
   std::vector<StepSequence> step_;
   std::vector<Tile> tiles_;
+  std::vector<uint32_t> whole_tiles_;  // those not split, last first
+  std::vector<SegmentGroup> groups_;   // of the split ones, the largest first
   int32_t step_rows_ = 0;
   int64_t n_steps_ = 0;
   std::vector<std::byte> scratch_;  // exact cells of blocks that begin and end within the step, one layer at a time
@@ -148,7 +221,7 @@ class CacheImpl final : public Cache {
   std::vector<Worker> workers_;  // [max_threads]
   std::mutex error_mutex_;
   Status error_;  // first error of the step
-  std::atomic<uint64_t> reads_ram_{0}, reads_file_{0}, approximate_reads_{0};
+  std::atomic<uint64_t> reads_ram_{0}, reads_file_{0}, reads_shared_{0}, approximate_reads_{0};
   std::atomic<uint64_t> saturated_{0}, not_finite_{0};
 
   // Split mode, for few rows: segments of one tile and head are attended by several threads, and the last to finish
@@ -157,8 +230,6 @@ class CacheImpl final : public Cache {
     std::vector<Partial> partials;  // [n_segments + 1] at least
     std::atomic<int32_t> left{0};   // segments not yet attended
   };
-  bool split_ = false;
-  uint32_t split_segments_ = 0;                          // of all tiles together, for one head
   size_t split_heads_ = 0;                               // of the layer that has most
   std::vector<std::unique_ptr<SplitUnit>> split_units_;  // [tiles][split_heads], reused
 };

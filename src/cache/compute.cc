@@ -90,29 +90,35 @@ const std::byte* CacheImpl::ExactCell(const LayerCells& layer, const StepBlock& 
   return memory_->exact(layer, step.block->cells[layer.first_cell + head]);
 }
 
-// Rows of a tile for one KV head: [query][query head of the group].
-void CacheImpl::SetRows(const LayerCells& layer, const Tile& tile, uint16_t head, const float* q, float* out,
-                        Worker* worker) const {
+// Adds the rows of a tile for one KV head: [query][query head of the group].
+void CacheImpl::AddRows(const LayerCells& layer, const Tile& tile, uint16_t head, const float* q, float* out,
+                        std::vector<const float*>* rows_q, std::vector<float*>* rows_out, std::vector<int64_t>* begin,
+                        std::vector<int64_t>* end) const {
   const StepBlock& step = tile.owner->blocks[tile.index];
   const auto n_heads = static_cast<size_t>(layer.geometry.n_heads);
   const auto group = static_cast<size_t>(layer.geometry.group());
   const auto dk = static_cast<size_t>(layer.geometry.head_dim_k);
   const auto dv = static_cast<size_t>(layer.geometry.head_dim_v);
   const int64_t window = layer.geometry.window;
-  const size_t n_rows = static_cast<size_t>(step.end - step.begin) * group;
-  worker->q.resize(n_rows);
-  worker->out.resize(n_rows);
-  worker->begin.resize(n_rows);
-  worker->end.resize(n_rows);
+  const auto n_rows = static_cast<size_t>(RowsOf(layer, tile));
   for (size_t r = 0; r < n_rows; ++r) {
     const size_t query = r / group;
     const size_t row = (static_cast<size_t>(step.first_row) + query) * n_heads + head * group + r % group;
     const int64_t position = step.block->position + step.begin + static_cast<int64_t>(query);
-    worker->q[r] = q + row * dk;
-    worker->out[r] = out + row * dv;
-    worker->begin[r] = window > 0 ? std::max<int64_t>(0, position - window + 1) : 0;
-    worker->end[r] = position + 1;
+    rows_q->push_back(q + row * dk);
+    rows_out->push_back(out + row * dv);
+    begin->push_back(window > 0 ? std::max<int64_t>(0, position - window + 1) : 0);
+    end->push_back(position + 1);
   }
+}
+
+void CacheImpl::SetRows(const LayerCells& layer, const Tile& tile, uint16_t head, const float* q, float* out,
+                        Worker* worker) const {
+  worker->q.clear();
+  worker->out.clear();
+  worker->begin.clear();
+  worker->end.clear();
+  AddRows(layer, tile, head, q, out, &worker->q, &worker->out, &worker->begin, &worker->end);
 }
 
 // The exact cells that a tile reads, last of all: sinks, replicas of recent blocks, its own block.
@@ -158,36 +164,41 @@ Status CacheImpl::ExactCells(const LayerCells& layer, const Tile& tile, uint16_t
   return OkStatus();
 }
 
+// The coded cells of blocks [begin, end) of a tile's past, but for those before `first_seen`; from the store where they
+// are not in RAM.
+Status CacheImpl::CodedCells(const LayerCells& layer, const Tile& tile, uint16_t head, size_t begin, size_t end,
+                             int64_t first_seen, Worker* worker, uint64_t* from_file) {
+  worker->cells.clear();
+  std::byte* ring = worker->ring.data();
+  for (size_t b = begin; b < end; ++b) {
+    const Block& block = BlockAt(tile, b);
+    if (block.position + kBlockTokens <= first_seen) continue;
+    auto bytes = memory_->CodedForRead(block, layer, head, ring);
+    if (!bytes) return bytes.error();
+    if (*bytes == ring) {
+      ring += layer.coded.bytes;
+      ++*from_file;
+    }
+    CellRef cell;
+    cell.bytes = *bytes;
+    cell.position = block.position;
+    cell.first = static_cast<int16_t>(block.position == 0 ? memory_->map().sinks : 0);
+    cell.last = kBlockTokens;
+    worker->cells.push_back(cell);
+  }
+  return OkStatus();
+}
+
 // Adds segment `segment` of the tile's past to `state`; the one after the coded segments is the exact part.
 Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint16_t head, int32_t segment,
                                 const PreparedQueries& queries, Worker* worker, Partial* state) {
-  const StepSequence& item = *tile.owner;
   uint64_t from_file = 0;
   if (segment == tile.n_segments) {
     KVCELL_RETURN_IF_ERROR(ExactCells(layer, tile, head, worker));
   } else {
-    const size_t own = item.first_block + tile.index;
-    const size_t n_coded = own - std::min(own, static_cast<size_t>(options_.recent_blocks));
     const size_t begin = static_cast<size_t>(segment) * kSegmentBlocks;
-    const size_t end = std::min(n_coded, begin + kSegmentBlocks);
-    worker->cells.clear();
-    std::byte* ring = worker->ring.data();
-    for (size_t b = begin; b < end; ++b) {
-      const Block& block = b >= item.first_block ? *item.blocks[b - item.first_block].block : *item.sequence->blocks[b];
-      if (block.position + kBlockTokens <= queries.rows().begin[0]) continue;  // before every row's window
-      auto bytes = memory_->CodedForRead(block, layer, head, ring);
-      if (!bytes) return bytes.error();
-      if (*bytes == ring) {
-        ring += layer.coded.bytes;
-        ++from_file;
-      }
-      CellRef cell;
-      cell.bytes = *bytes;
-      cell.position = block.position;
-      cell.first = static_cast<int16_t>(block.position == 0 ? memory_->map().sinks : 0);
-      cell.last = kBlockTokens;
-      worker->cells.push_back(cell);
-    }
+    KVCELL_RETURN_IF_ERROR(CodedCells(layer, tile, head, begin, std::min(tile.n_coded, begin + kSegmentBlocks),
+                                      queries.rows().begin[0], worker, &from_file));
   }
   ::kvcell::Attend(queries, worker->cells, state);
   if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
@@ -198,16 +209,17 @@ Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint1
 void CacheImpl::AttendPart(int layer_index, const float* q, float* out, int part) {
   Worker& worker = workers_[static_cast<size_t>(part)];
   const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
-  if (split_) {
-    AttendSplit(layer_index, q, out, &worker);
-    return;
-  }
-  // Last tiles first: they have the longest past, and the short ones fill the gaps at the end.
+  // Whole tiles first, of these the last ones, which have the longest past; the short units fill the gaps at the end.
   auto& next = next_unit_[static_cast<size_t>(layer_index)];
-  const auto n_units = static_cast<uint32_t>(tiles_.size() * layer.n_heads);
+  const auto n_whole = static_cast<uint32_t>(whole_tiles_.size() * layer.n_heads);
+  const auto n_units = n_whole + static_cast<uint32_t>(groups_.size() * layer.n_heads);
   for (uint32_t unit = next.fetch_add(1); unit < n_units; unit = next.fetch_add(1)) {
-    const Tile& tile = tiles_[tiles_.size() - 1 - unit / layer.n_heads];
-    AttendWhole(layer_index, tile, static_cast<uint16_t>(unit % layer.n_heads), q, out, &worker);
+    const auto head = static_cast<uint16_t>(unit < n_whole ? unit % layer.n_heads : (unit - n_whole) % layer.n_heads);
+    if (unit < n_whole) {
+      AttendWhole(layer_index, tiles_[whole_tiles_[unit / layer.n_heads]], head, q, out, &worker);
+    } else {
+      AttendGroup(layer_index, groups_[(unit - n_whole) / layer.n_heads], head, q, out, &worker);
+    }
   }
 }
 
@@ -234,42 +246,127 @@ void CacheImpl::AttendWhole(int layer_index, const Tile& tile, uint16_t head, co
   Finish(context, worker->running, worker->out.data());
 }
 
-// Few rows: a tile's segments are shared out, each into a Partial of its own, and whoever finishes last merges them in
-// order.
-void CacheImpl::AttendSplit(int layer_index, const float* q, float* out, Worker* worker) {
+// One segment of one tile, or of all tiles whose segment begins alike: into a Partial for each tile. Whoever finishes a
+// tile's last segment merges them in order.
+void CacheImpl::AttendGroup(int layer_index, const SegmentGroup& group, uint16_t head, const float* q, float* out,
+                            Worker* worker) {
   const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
   const HeadContext& context = heads_[static_cast<size_t>(layer_index)];
-  auto& next = next_unit_[static_cast<size_t>(layer_index)];
-  const uint32_t n_units = split_segments_ * layer.n_heads;
-  for (uint32_t unit = next.fetch_add(1); unit < n_units; unit = next.fetch_add(1)) {
-    const auto head = static_cast<uint16_t>(unit % layer.n_heads);
-    uint32_t rest = unit / layer.n_heads;
-    size_t t = 0;
-    while (rest > static_cast<uint32_t>(tiles_[t].n_segments))
-      rest -= static_cast<uint32_t>(tiles_[t++].n_segments) + 1;
-    const Tile& tile = tiles_[t];
-    const auto segment = static_cast<int32_t>(rest);
-
-    SetRows(layer, tile, head, q, out, worker);
-    const QueryRows rows{.n_rows = static_cast<int32_t>(worker->q.size()),
-                         .q = worker->q.data(),
-                         .begin = worker->begin.data(),
-                         .end = worker->end.data()};
-    worker->queries.Prepare(context, rows);
-    SplitUnit& split = *split_units_[t * split_heads_ + head];
-    Partial& state = split.partials[static_cast<size_t>(segment)];
-    state.Reset(context, rows.n_rows);
-    if (Status status = AttendSegment(layer, tile, head, segment, worker->queries, worker, &state); !status.ok()) {
-      KeepError(std::move(status));
-    }
-    if (split.left.fetch_sub(1, std::memory_order_acq_rel) != 1) continue;
-    // The same order and the same empty start as in AttendWhole: the same result to the bit.
-    worker->running.Reset(context, rows.n_rows);
-    for (int32_t s = 0; s <= tile.n_segments; ++s)
-      Merge(context, split.partials[static_cast<size_t>(s)], &worker->running);
-    Finish(context, worker->running, worker->out.data());
-    split.left.store(tile.n_segments + 1, std::memory_order_relaxed);  // ready for the next layer
+  if (group.tiles.size() > 1) {
+    if (worker->shared.empty()) worker->shared.push_back(std::make_unique<SharedRows>());
+    SharedRows& rows = *worker->shared[0];
+    rows.tiles = group.tiles;
+    int n_rows = 0;
+    for (const uint32_t t : group.tiles) n_rows += RowsOf(layer, tiles_[t]);
+    rows.state.Reset(context, n_rows);
+    AttendShared(layer_index, group, head, static_cast<size_t>(group.segment) * kSegmentBlocks, 0, q, out, worker);
+    return;
   }
+  const Tile& tile = tiles_[group.tiles[0]];
+  SetRows(layer, tile, head, q, out, worker);
+  const QueryRows rows{.n_rows = static_cast<int32_t>(worker->q.size()),
+                       .q = worker->q.data(),
+                       .begin = worker->begin.data(),
+                       .end = worker->end.data()};
+  worker->queries.Prepare(context, rows);
+  Partial& state = split_units_[group.tiles[0] * split_heads_ + head]->partials[static_cast<size_t>(group.segment)];
+  state.Reset(context, rows.n_rows);
+  if (Status status = AttendSegment(layer, tile, head, group.segment, worker->queries, worker, &state); !status.ok()) {
+    KeepError(std::move(status));
+  }
+  FinishSplit(layer_index, group.tiles[0], head, q, out, worker);
+}
+
+// The rows of worker->shared[depth] have read the segment's cells before block `from` together: now those that all of
+// its tiles have in common, then each part of the tiles that go on alike by itself. Every row reads the same cells in
+// the same order as it would alone, so the result is the same to the bit.
+void CacheImpl::AttendShared(int layer_index, const SegmentGroup& group, uint16_t head, size_t from, size_t depth,
+                             const float* q, float* out, Worker* worker) {
+  const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
+  const HeadContext& context = heads_[static_cast<size_t>(layer_index)];
+  SharedRows& rows = *worker->shared[depth];
+  const size_t segment_end = (static_cast<size_t>(group.segment) + 1) * kSegmentBlocks;
+  const auto end_of = [&](uint32_t t) { return std::min(tiles_[t].n_coded, segment_end); };
+  size_t end = end_of(rows.tiles[0]);
+  for (const uint32_t t : rows.tiles) {
+    size_t same = from;
+    while (same < std::min(end, end_of(t)) && &BlockAt(tiles_[t], same) == &BlockAt(tiles_[rows.tiles[0]], same))
+      ++same;
+    end = same;
+  }
+  if (end > from) {
+    rows.q.clear();
+    rows.out.clear();
+    rows.begin.clear();
+    rows.end.clear();
+    for (const uint32_t t : rows.tiles)
+      AddRows(layer, tiles_[t], head, q, out, &rows.q, &rows.out, &rows.begin, &rows.end);
+    const QueryRows query{.n_rows = static_cast<int32_t>(rows.q.size()),
+                          .q = rows.q.data(),
+                          .begin = rows.begin.data(),
+                          .end = rows.end.data()};
+    rows.queries.Prepare(context, query);
+    uint64_t from_file = 0;
+    Status status = CodedCells(layer, tiles_[rows.tiles[0]], head, from, end, *std::ranges::min_element(rows.begin),
+                               worker, &from_file);
+    if (!status.ok()) KeepError(std::move(status));
+    ::kvcell::Attend(rows.queries, worker->cells, &rows.state);
+    if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
+    reads_ram_.fetch_add(worker->cells.size() - from_file, std::memory_order_relaxed);
+    reads_shared_.fetch_add(worker->cells.size() * (rows.tiles.size() - 1), std::memory_order_relaxed);
+  }
+  if (worker->shared.size() == depth + 1) worker->shared.push_back(std::make_unique<SharedRows>());
+  SharedRows& part = *worker->shared[depth + 1];
+  std::vector<bool> done(rows.tiles.size());
+  for (size_t i = 0; i < rows.tiles.size(); ++i) {
+    if (done[i]) continue;
+    const bool ends = end_of(rows.tiles[i]) == end;
+    const Block* next = ends ? nullptr : &BlockAt(tiles_[rows.tiles[i]], end);
+    part.tiles.clear();
+    int n_rows = 0;
+    for (size_t j = i; j < rows.tiles.size(); ++j) {
+      if (done[j] || ends != (end_of(rows.tiles[j]) == end) || (!ends && &BlockAt(tiles_[rows.tiles[j]], end) != next))
+        continue;
+      if (ends && j != i) continue;  // each by itself
+      done[j] = true;
+      part.tiles.push_back(static_cast<uint32_t>(j));
+      n_rows += RowsOf(layer, tiles_[rows.tiles[j]]);
+    }
+    Partial& state =
+        ends ? split_units_[rows.tiles[i] * split_heads_ + head]->partials[static_cast<size_t>(group.segment)]
+             : part.state;
+    state.Reset(context, n_rows);
+    int to_row = 0;
+    for (uint32_t& j : part.tiles) {
+      int from_row = 0;
+      for (size_t before = 0; before < j; ++before) from_row += RowsOf(layer, tiles_[rows.tiles[before]]);
+      const int n = RowsOf(layer, tiles_[rows.tiles[j]]);
+      CopyRows(rows.state, from_row, n, to_row, &state);
+      to_row += n;
+      j = rows.tiles[j];
+    }
+    if (ends) {
+      FinishSplit(layer_index, rows.tiles[i], head, q, out, worker);
+    } else {
+      AttendShared(layer_index, group, head, end, depth + 1, q, out, worker);
+    }
+  }
+}
+
+// Called once for each segment of a split tile, when its Partial is complete.
+void CacheImpl::FinishSplit(int layer_index, uint32_t t, uint16_t head, const float* q, float* out, Worker* worker) {
+  const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
+  const HeadContext& context = heads_[static_cast<size_t>(layer_index)];
+  SplitUnit& split = *split_units_[t * split_heads_ + head];
+  if (split.left.fetch_sub(1, std::memory_order_acq_rel) != 1) return;
+  const Tile& tile = tiles_[t];
+  SetRows(layer, tile, head, q, out, worker);
+  // The same order and the same empty start as in AttendWhole: the same result to the bit.
+  worker->running.Reset(context, static_cast<int>(worker->q.size()));
+  for (int32_t s = 0; s <= tile.n_segments; ++s)
+    Merge(context, split.partials[static_cast<size_t>(s)], &worker->running);
+  Finish(context, worker->running, worker->out.data());
+  split.left.store(tile.n_segments + 1, std::memory_order_relaxed);  // ready for the next layer
 }
 
 }  // namespace kvcell

@@ -62,6 +62,7 @@ Status CheckOptions(const CacheOptions& options) {
   KVCELL_RETURN_IF_ERROR(range("recent_blocks", options.recent_blocks, 0, 1024));
   KVCELL_RETURN_IF_ERROR(range("max_step_tokens", options.max_step_tokens, 1, 65536));
   KVCELL_RETURN_IF_ERROR(range("max_sequences", options.max_sequences, 1, 65536));
+  KVCELL_RETURN_IF_ERROR(range("prefix_roots", options.prefix_roots, 1, 65536));
   KVCELL_RETURN_IF_ERROR(range("max_threads", options.max_threads, 0, 1024));
   return range("durability", options.durability, 0, 2);
 }
@@ -86,8 +87,8 @@ uint64_t ScratchBytes(const CellMap& map, const CacheOptions& options) {
 }
 
 MemoryShape ShapeFor(const CellMap& map, const CacheOptions& options) {
-  return MakeMemoryShape(map, options.ram_budget, options.max_sequences, options.recent_blocks,
-                         options.max_step_tokens);
+  return MakeMemoryShape(map, options.ram_budget, options.max_sequences, options.recent_blocks, options.max_step_tokens,
+                         options.prefix_bytes > 0 ? options.prefix_roots : 0);
 }
 
 uint64_t F16Bytes(const Geometry& geometry, int64_t tokens) {

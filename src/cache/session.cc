@@ -140,6 +140,11 @@ Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const f
   if (sequence == nullptr) return Status(StatusCode::kNotFound, fmt::format("there is no sequence {} to save", id));
   if (store_ == nullptr) return Status(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
   KVCELL_RETURN_IF_ERROR(CheckSessionName(name));
+  if (sequence->draft_from >= 0) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("sequence {} ends in drafted tokens: Trim it to those that were accepted, then save", id));
+  }
   if (sequence->lock == nullptr || sequence->locked_name != name) {
     auto lock = store_->LockSession(name);
     if (!lock) return lock.error();
@@ -158,6 +163,8 @@ Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const f
   record.exact = PackExact(*sequence);
   record.logits.assign(logits.begin(), logits.end());
   record.extras = extras;
+  if (sequence->approximate) record.n_shared = sequence->n_shared;
+  record.sinks = PackShared(*sequence, n_sealed, /*sinks=*/true);
   for (const Block* block : sealed) {
     record.blocks.push_back(
         {.key = block->key, .generation = block->generation, .tokens = block->tokens, .places = block->places});
@@ -190,13 +197,17 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
     memory_->StoredBlock(block, stored.places, stored.generation);
     parent = stored.key;
   }
+  return RecoverFrom(sequence, 0, 0, note);
+}
+
+size_t CacheImpl::RecoverFrom(Sequence* sequence, size_t first, int64_t windows_from, std::string* note) {
   size_t n_sound = sequence->blocks.size();
   const std::span<Block* const> blocks(sequence->blocks);
   const bool has_full_layers = !memory_->map().shapes[kFullLayers].layers.empty();
-  const size_t n_left_in_store = n_sound - static_cast<size_t>(memory_->RoomForBlocks(n_sound));
+  const size_t n_left_in_store = n_sound - static_cast<size_t>(memory_->RoomForBlocks(n_sound - first));
   for (const bool keep : {false, true}) {
     if (!has_full_layers) break;
-    const size_t begin = keep ? n_left_in_store : 0;
+    const size_t begin = keep ? n_left_in_store : first;
     const size_t end = keep ? n_sound : n_left_in_store;
     const auto recovered = memory_->Recover(blocks.subspan(begin, end - begin), kFullLayers, keep);
     if (recovered.n_sound < end - begin) {
@@ -206,8 +217,12 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
     }
   }
   // Sliding-window cells are needed only as far back as the windows of the next token reach.
-  for (size_t b = 0; b < n_sound; ++b) {
+  for (size_t b = first; b < n_sound; ++b) {
     if (!blocks[b]->places[kWindowLayers]) continue;
+    if (blocks[b]->position + kBlockTokens <= windows_from) {
+      memory_->EvictGroup(blocks[b], kWindowLayers);
+      continue;
+    }
     const auto recovered = memory_->Recover(blocks.subspan(b, 1), kWindowLayers, /*keep=*/true);
     if (recovered.n_sound == 0 && note->empty()) *note = recovered.damage.message();
   }
@@ -268,7 +283,16 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name, bool creat
   const bool whole = *n_sound == record->tokens.size() / kBlockTokens && opened.note.empty();
   sequence->tokens.assign(record->tokens.begin(),
                           record->tokens.begin() + static_cast<std::ptrdiff_t>(whole ? record->tokens.size() : usable));
-  if (Status status = UnpackExact(record->exact, record->tokens.size(), sequence); !status.ok()) {
+  if (record->exact.empty() && !record->tokens.empty()) {
+    // Damaged, which the note tells: the sinks of sound blocks stand in the prefix tree too.
+    if (memory_->map().sinks > 0 && !sequence->blocks.empty()) {
+      memory_->CreateSinks(sequence->blocks[0]);
+      if (!UnpackSinks(record->sinks, sequence->blocks[0])) {
+        ReleaseFrom(sequence, 0);
+        sequence->tokens.clear();
+      }
+    }
+  } else if (Status status = UnpackExact(record->exact, record->tokens.size(), sequence); !status.ok()) {
     if (status.code() != StatusCode::kCorruption) return give_up(std::move(status));
     if (opened.note.empty()) opened.note = status.message();
     ReleaseFrom(sequence, 0);
@@ -282,8 +306,18 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name, bool creat
   sequence->lock = std::move(*lock);
   sequence->locked_name = name;
   sequence->replica_floor = 0;
+  sequence->approximate = record->n_shared < record->blocks.size();
+  if (sequence->approximate) {
+    sequence->n_shared = std::min(record->n_shared, sequence->blocks.size());  // as the store has it
+  } else {
+    Share(sequence);
+  }
   opened.usable = static_cast<int64_t>(sequence->tokens.size());
   opened.tokens = std::move(record->tokens);
+  if (opened.usable == static_cast<int64_t>(opened.tokens.size()) && !opened.note.empty()) {
+    // Nothing is to be computed again, so that nobody would tell.
+    opened.notice = opened.notice.empty() ? opened.note : fmt::format("{}; {}", opened.notice, opened.note);
+  }
   if (opened.usable == static_cast<int64_t>(opened.tokens.size())) opened.logits = std::move(record->logits);
   opened.extras = std::move(record->extras);
   return opened;
@@ -294,9 +328,6 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
   const Sequence* sequence = Find(id);
   if (sequence == nullptr) return cells;
   const CellMap& map = memory_->map();
-  const auto precision = [](SideSpec::Type type) {
-    return type == SideSpec::Type::kF16 ? "f16" : type == SideSpec::Type::kInt8 ? "int8" : "int4";
-  };
   for (size_t b = 0; b < sequence->blocks.size(); ++b) {
     const Block& block = *sequence->blocks[b];
     for (size_t l = 0; l < map.layers.size(); ++l) {
@@ -311,8 +342,8 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
             std::min<int64_t>(block.position + kBlockTokens, static_cast<int64_t>(sequence->tokens.size()));
         info.state = cell.state;
         info.durable = cell.durable;
-        info.k_precision = block.sealed ? precision(layer.coded.k.spec.type) : "f16";
-        info.v_precision = block.sealed ? precision(layer.coded.v.spec.type) : "f16";
+        info.k_precision = block.sealed ? std::string(TypeName(layer.coded.k.spec.type)) : "f16";
+        info.v_precision = block.sealed ? std::string(TypeName(layer.coded.v.spec.type)) : "f16";
         info.tier = cell.state == CellState::kPersisted ? "file" : cell.state == CellState::kEvicted ? "" : "ram";
         info.length = block.sealed ? layer.coded.bytes : layer.open.bytes;
         if (cell.durable && block.places[layer.group]) {

@@ -46,6 +46,7 @@ class SlotPool {
   uint32_t slot_bytes() const { return slot_bytes_; }
   uint64_t committed() const { return committed_; }  // bytes of the chunks in use
   uint64_t used_slots() const { return used_; }
+  uint64_t free_slots() const { return free_; }  // within the chunks in use
   // Bytes by which committed() would grow if n more slots were taken.
   uint64_t GrowthFor(uint64_t n) const;
 

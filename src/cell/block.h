@@ -23,6 +23,8 @@ struct CellEntry {
 };
 static_assert(sizeof(CellEntry) <= 32, "RAM metadata per cell is bounded by the design");
 
+struct PrefixNode;
+
 // 64 consecutive positions, shared by all sequences whose past they are (refs counts them, and work under way).
 struct Block {
   int32_t refs = 1;
@@ -36,9 +38,10 @@ struct Block {
   std::array<Token, kBlockTokens> tokens{};
   std::array<std::optional<BlockPlace>, kCellGroups> places;  // in the store
   std::vector<CellEntry> cells;                               // [n_cells], layer-major
-  std::vector<Slot> sinks;   // [n_cells] exact slots of the first tokens; only at position 0
-  uint64_t reads = 0;        // steps that attended to it
-  uint64_t last_access = 0;  // step number
+  std::vector<Slot> sinks;       // [n_cells] exact slots of the first tokens; only at position 0
+  PrefixNode* prefix = nullptr;  // its place in the cache's prefix tree, which then holds one of the refs
+  uint64_t reads = 0;            // steps that attended to it
+  uint64_t last_access = 0;      // step number
 };
 
 }  // namespace kvcell

@@ -35,13 +35,13 @@ bool Follows(const BlockPlace& a, const BlockPlace& b) {
 }  // namespace
 
 MemoryShape MakeMemoryShape(const CellMap& map, uint64_t budget, int32_t max_sequences, int32_t recent_blocks,
-                            int32_t max_step_tokens) {
+                            int32_t max_step_tokens, int32_t prefix_roots) {
   MemoryShape shape;
   shape.chunk_target = budget >= kHugeChunkBudget ? kHugeChunk : kSmallChunk;
   // A step holds the open block it began with and the one it ends with, and replicas on both sides while it lasts.
   const auto sequences = static_cast<uint64_t>(max_sequences);
   shape.exact_blocks = sequences * (2 * static_cast<uint64_t>(recent_blocks) + 2);
-  shape.sink_blocks = sequences;
+  shape.sink_blocks = sequences + static_cast<uint64_t>(prefix_roots);
   shape.fixed_bytes = PoolBytes(map.exact_pools, shape.chunk_target, shape.exact_blocks) +
                       PoolBytes(map.sink_pools, shape.chunk_target, shape.sink_blocks);
   int32_t window = 0;
@@ -330,6 +330,23 @@ Status CellMemory::ReserveCoded(uint64_t n_blocks) {
     KVCELL_RETURN_IF_ERROR(TakeIn(/*wait=*/true));
   }
   return OkStatus();
+}
+
+uint64_t CellMemory::FreeBlocks(uint64_t n_going) const {
+  const uint64_t per_block = map_.CodedBytesPerBlock(kFullLayers) + map_.CodedBytesPerBlock(kWindowLayers);
+  uint64_t low = 0, high = (coded_limit() - std::min(coded_limit(), coded_committed())) / per_block + n_going + 1;
+  for (size_t i = 0; i < coded_.size(); ++i) {
+    if (map_.coded_pools[i].slots() > 0) high += coded_[i]->free_slots() / map_.coded_pools[i].slots();
+  }
+  while (low < high) {
+    const uint64_t middle = (low + high + 1) / 2;
+    if (middle <= n_going || Fits(middle - n_going)) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
 }
 
 uint64_t CellMemory::RoomForBlocks(uint64_t n_blocks) const {

@@ -29,7 +29,7 @@ struct MemoryShape {
   uint64_t minimum_coded = 0;  // coded cells that one step and the windows need in RAM at once
 };
 MemoryShape MakeMemoryShape(const CellMap& map, uint64_t budget, int32_t max_sequences, int32_t recent_blocks,
-                            int32_t max_step_tokens);
+                            int32_t max_step_tokens, int32_t prefix_roots);
 // Bytes the coded pools commit for n blocks of the full layers and n_window blocks of the sliding-window layers.
 uint64_t CodedBytes(const CellMap& map, uint64_t chunk_target, uint64_t n_blocks, uint64_t n_window_blocks);
 
@@ -60,6 +60,10 @@ class CellMemory {
   // Makes room for the coded cells of n more blocks, moving the oldest to the store if need be. kOutOfBudget or
   // kNoSpace leave everything as it was (but perhaps more cells written back).
   Status ReserveCoded(uint64_t n_blocks);
+  // Whether the coded cells of n more blocks fit as things are.
+  bool Fits(uint64_t n_blocks) const { return coded_committed() + CodedGrowth(n_blocks) <= coded_limit(); }
+  // How many more blocks fit as things are, were `n_going` of those in RAM to go. Exact up to whole chunks.
+  uint64_t FreeBlocks(uint64_t n_going) const;
   // How many of n more blocks fit into RAM beside what one step needs, nothing being moved.
   uint64_t RoomForBlocks(uint64_t n_blocks) const;
 

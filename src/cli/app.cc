@@ -32,8 +32,10 @@ class Program {
     AddPlan();
     AddInspect();
     AddStore();
+    AddPrefix();
     AddLab();
     AddBench();
+    AddTune();
     AddInfo();
     AddConfig();
     AddCompletion();
@@ -110,20 +112,22 @@ class Program {
     CLI::App* command = Command(&app_, "run", "feeds a prompt and prints the answer as it comes",
                                 "kvcell run -m model.gguf -f report.txt -p 'What does it conclude?' --session report");
     parser_.Offer(command,
-                  {"model",         "prompt",      "file",       "max-tokens", "temp",     "top-k",  "top-p",
-                   "min-p",         "seed",        "raw",        "ctx",        "threads",  "codec",  "sinks",
-                   "recent-blocks", "ram-budget",  "store",      "durability", "disk-cap", "ttl",    "namespace",
-                   "key-file",      "key-command", "scrub-rate", "session",    "json",     "report", "quiet"});
+                  {"model",         "prompt",      "file",       "max-tokens", "temp",     "top-k",     "top-p",
+                   "min-p",         "seed",        "raw",        "ctx",        "threads",  "codec",     "sinks",
+                   "recent-blocks", "ram-budget",  "store",      "durability", "disk-cap", "ttl",       "namespace",
+                   "key-file",      "key-command", "scrub-rate", "session",    "samples",  "no-prefix", "json",
+                   "report",        "quiet"});
     OnChosen(command, [this](const Options& options) { return RunCommand(options, Given()); });
   }
 
   void AddChat() {
     CLI::App* command = Command(&app_, "chat", "a conversation in the terminal, kept in the store",
                                 "kvcell chat -m model.gguf --session ideas");
-    parser_.Offer(command, {"model", "session",       "max-tokens", "temp",        "top-k",      "top-p",
-                            "min-p", "seed",          "raw",        "ctx",         "threads",    "codec",
-                            "sinks", "recent-blocks", "ram-budget", "store",       "durability", "disk-cap",
-                            "ttl",   "namespace",     "key-file",   "key-command", "scrub-rate", "quiet"});
+    parser_.Offer(command, {"model",     "session",       "max-tokens", "temp",        "top-k",      "top-p",
+                            "min-p",     "seed",          "raw",        "ctx",         "threads",    "codec",
+                            "sinks",     "recent-blocks", "ram-budget", "store",       "durability", "disk-cap",
+                            "ttl",       "namespace",     "key-file",   "key-command", "scrub-rate", "no-prefix",
+                            "quiet"});
     OnChosen(command, [this](const Options& options) { return ChatCommand(options, Given()); });
   }
 
@@ -199,18 +203,93 @@ class Program {
     OnChosen(remove, [this](const Options& options) { return StoreRemoveCommand(options, erase_); });
   }
 
+  void AddPrefix() {
+    CLI::App* group = Group("prefix", "beginnings of prompts that later prompts share");
+    CLI::App* list = Command(group, "ls", "lists them: where chains of blocks end or part", "kvcell prefix ls --json");
+    parser_.Offer(list, {"store", "namespace", "key-file", "key-command", "json"});
+    OnChosen(list, PrefixListCommand);
+    CLI::App* pin = Command(group, "pin", "keeps a prefix, and all that it begins with, whatever space is needed for",
+                            "kvcell prefix pin 124");
+    pin->add_option("id", id_, "its number in `kvcell prefix ls`")->required();
+    pin->add_flag("--off", off_, "takes the pin out again");
+    parser_.Offer(pin, {"store", "namespace", "key-file", "key-command", "json"});
+    OnChosen(pin, [this](const Options& options) { return PrefixPinCommand(options, id_, off_); });
+    CLI::App* remove =
+        Command(group, "rm", "gives up prefixes and what goes on from them; blocks of sessions stay with these",
+                "kvcell prefix rm 124");
+    remove->add_option("ids", ids_, "their numbers in `kvcell prefix ls`")->required();
+    parser_.Offer(remove, {"store", "namespace", "key-file", "key-command", "json"});
+    OnChosen(remove, [this](const Options& options) { return PrefixRemoveCommand(options, ids_); });
+  }
+
   void AddLab() {
     CLI::App* group = Group("lab", "measures codecs on a model");
-    CLI::App* quality =
-        Command(group, "quality", "perplexity and KL divergence by codec, against the same model's f16 KV",
-                "kvcell lab quality -m model.gguf -f text.txt --context 2048 --codec i8 i4 --weights f32 --peer");
-    parser_.Offer(quality, {"model", "file", "context", "windows", "codecs", "sinks", "recent-blocks", "peer",
-                            "weights", "threads", "state", "json", "quiet"});
-    OnChosen(quality, LabQualityCommand);
+    const auto add = [&](const char* name, const char* what, const char* example,
+                         std::initializer_list<std::string_view> options, int (*handler)(const Options&)) {
+      CLI::App* command = Command(group, name, what, example);
+      parser_.Offer(command, options);
+      OnChosen(command, handler);
+    };
+    add("export", "K and V per layer and head as .npy files, with a manifest",
+        "kvcell lab export -m model.gguf -f text.txt --context 1024 -o kv",
+        {"model", "lab-text", "lab-tokens", "lab-output", "weights", "threads", "json", "quiet"}, LabExportCommand);
+    add("stats", "what K and V look like by layer and head, and which layers should stay finer",
+        "kvcell lab stats -m model.gguf -f text.txt",
+        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "sinks", "channels", "weights", "threads", "json",
+         "quiet"},
+        LabStatsCommand);
+    add("error", "what codecs do to K, V and attention's outputs, on exported, live or made values",
+        "kvcell lab error --from kv --codec i4 i3 k=nf4,v=nf4 k=tq4,v=tq4",
+        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "sinks", "recent-blocks", "by-layer", "layers",
+         "heads", "kv-heads", "head-dim", "weights", "threads", "json", "quiet"},
+        LabErrorCommand);
+    add("quality", "perplexity and KL divergence by codec, against the same model's f16 KV",
+        "kvcell lab quality -m model.gguf -f text.txt --context 2048 --codec i8 i4 --weights f32 --peer",
+        {"model", "lab-text", "lab-context", "windows", "lab-codecs", "sinks", "recent-blocks", "peer", "weights",
+         "threads", "state", "json", "quiet"},
+        LabQualityCommand);
+    add("answers", "a fixed set of questions answered with f16 and with each codec, side by side",
+        "kvcell lab answers -m model.gguf --codec i4 i3",
+        {"model", "lab-codecs", "questions", "sinks", "recent-blocks", "threads", "state", "json", "quiet"},
+        LabAnswersCommand);
+    add("choice", "multiple choice made from the text: the true continuation among four",
+        "kvcell lab choice -m model.gguf -f text.txt --codec i4 i3 --questions 64",
+        {"model", "lab-text", "lab-codecs", "questions", "sinks", "recent-blocks", "threads", "state", "json", "quiet"},
+        LabChoiceCommand);
+    add("latency", "attention three ways: f16; decoded, then attended; attended in place",
+        "kvcell lab latency --heads 32 --kv-heads 8 --head-dim 128 --context 8192",
+        {"model", "heads", "kv-heads", "head-dim", "lab-contexts", "lab-codecs", "threads", "json", "quiet"},
+        LabLatencyCommand);
+    add("capacity", "the longest context and the largest batch that a memory budget holds, by running until it is hit",
+        "kvcell lab capacity -m model.gguf --ram-budget 256MiB",
+        {"model", "lab-codecs", "ram-budget", "threads", "json", "quiet"}, LabCapacityCommand);
+    add("sweep", "error by granularity and exact area, where attention looks, reading from page cache and disk",
+        "kvcell lab sweep -m model.gguf -f text.txt -o /tmp/kvcell-sweep",
+        {"model", "lab-text", "from", "lab-tokens", "codec", "lab-output", "weights", "threads", "json", "quiet"},
+        LabSweepCommand);
+    add("report", "all of it as one HTML file that opens with four experiments, each passed or failed",
+        "kvcell lab report -m model.gguf -o report.html --measurement quality.json error.json",
+        {"model", "lab-output", "measurements", "codec", "ram-budget", "threads", "json", "quiet"}, LabReportCommand);
   }
 
   void AddBench() {
     CLI::App* group = Group("bench", "measures speed beside peers, alternating in one run");
+    CLI::App* attention =
+        Command(group, "attention", "attention kernels beside ggml's flash attention and the machine's read bandwidth",
+                "kvcell bench attention --tokens 32768 --kv-heads 8 --group 4 --head-dim 128 --threads 2 --types i4");
+    parser_.Offer(attention, {"tokens", "queries", "kv-heads", "group", "head-dim", "threads", "types", "phase",
+                              "rounds", "json", "quiet"});
+    OnChosen(attention, BenchAttentionCommand);
+    CLI::App* model =
+        Command(group, "model", "a whole model's tokens per second beside libllama's, by depth and KV type",
+                "kvcell bench model -m model.gguf --depth 0 8064 --types i4");
+    parser_.Offer(model, {"model", "depth", "types", "threads", "rounds", "json", "quiet"});
+    OnChosen(model, BenchModelCommand);
+    CLI::App* sharing =
+        Command(group, "sharing", "sequences with a common past: memory, first tokens, speed; forks, lookup, batches",
+                "kvcell bench sharing -m model.gguf --json");
+    parser_.Offer(sharing, {"model", "threads", "folder", "json", "quiet"});
+    OnChosen(sharing, BenchSharingCommand);
     CLI::App* store =
         Command(group, "store",
                 "saving and resuming a session, beside libllama's state file with --peer; --store names the "
@@ -218,6 +297,15 @@ class Program {
                 "kvcell bench store -m model.gguf --context 8192 --store /var/tmp --peer");
     parser_.Offer(store, {"model", "file", "context", "codec", "threads", "peer", "store", "json", "quiet"});
     OnChosen(store, BenchStoreCommand);
+  }
+
+  void AddTune() {
+    CLI::App* command =
+        Command(&app_, "tune", "finds the smallest codec for each layer under a limit, writes a rules file",
+                "kvcell tune -m model.gguf --kld 0.01 -o model.rules.yaml");
+    parser_.Offer(command, {"model", "lab-text", "lab-probe", "tune-codecs", "kld", "lab-output", "sinks", "threads",
+                            "json", "quiet"});
+    OnChosen(command, TuneCommand);
   }
 
   void AddInfo() {
@@ -252,6 +340,9 @@ class Program {
   std::function<int()> chosen_ = [] { return 2; };
   std::string name_, path_, as_;
   std::vector<std::string> names_;
+  std::vector<int64_t> ids_;
+  int64_t id_ = 0;
+  bool off_ = false;
   bool erase_ = false;
   bool codecs_ = false;
 };

@@ -1,11 +1,10 @@
 // kvcell bench store: what saving and resuming cost, beside libllama's state file.
 #include "lab/bench_store.h"
 
-#include <fmt/format.h>
-
 #include <string>
 #include <utility>
 
+#include "cli/bench_rows.h"
 #include "cli/commands.h"
 #include "cli/output.h"
 #include "cli/text_file.h"
@@ -37,27 +36,15 @@ int BenchStoreCommand(const Options& options) {
     bench.text = std::move(*text);
   }
   if (!options.quiet && !options.json) {
-    bench.on_stage = [](const std::string& what) { fmt::print(stderr, "{} ...\n", what); };
+    bench.on_stage = [](const std::string& what) { Print(stderr, "{} ...\n", what); };
   }
   const Result<BenchStoreResult> result = BenchStore(bench);
   if (!result) return Failed(result.error());
   if (options.json) {
-    Json rows = Json::array();
-    for (const BenchRow& row : result->rows) {
-      rows.push_back(
-          {{"name", row.name}, {"value", row.value}, {"unit", row.unit}, {"peer", row.peer}, {"ratio", row.ratio}});
-    }
-    PrintJson({{"context", bench.context}, {"rows", rows}});
-    return 0;
+    PrintJson({{"context", bench.context}, {"rows", BenchRowsJson(result->rows)}});
+  } else {
+    PrintBenchRows(result->rows);
   }
-  Table table({"NAME", "VALUE", "UNIT", "PEER", "RATIO"});
-  table.AlignRight({1, 3, 4});
-  for (const BenchRow& row : result->rows) {
-    table.Add({row.name, fmt::format("{:.2f}", row.value), row.unit,
-               row.peer != 0 ? fmt::format("{:.2f}", row.peer) : "",
-               row.ratio != 0 ? fmt::format("{:.3f}", row.ratio) : ""});
-  }
-  table.Print(stdout);
   return 0;
 }
 

@@ -10,6 +10,8 @@
 
 namespace kvcell::cli {
 
+// `run --samples N`: as RunCommand, with N answers.
+int SamplesCommand(const Options& options, const std::string& prompt);
 int RunCommand(const Options& options, SamplerGiven sampler_given);
 int ChatCommand(const Options& options, SamplerGiven sampler_given);
 
@@ -24,7 +26,25 @@ int InspectCommand(const Options& options);
 int InfoCommand(const Options& options, bool codecs);
 int ConfigShowCommand(const Options& options, std::span<const OptionOrigin> origins);
 
+int LabExportCommand(const Options& options);
+int LabStatsCommand(const Options& options);
+int LabErrorCommand(const Options& options);
 int LabQualityCommand(const Options& options);
+int LabAnswersCommand(const Options& options);
+int LabChoiceCommand(const Options& options);
+int LabLatencyCommand(const Options& options);
+int LabCapacityCommand(const Options& options);
+int LabSweepCommand(const Options& options);
+int LabReportCommand(const Options& options);
+int TuneCommand(const Options& options);
+
+int BenchAttentionCommand(const Options& options);
+int BenchModelCommand(const Options& options);
+int BenchSharingCommand(const Options& options);
+
+int PrefixListCommand(const Options& options);
+int PrefixPinCommand(const Options& options, int64_t id, bool off);
+int PrefixRemoveCommand(const Options& options, const std::vector<int64_t>& ids);
 
 int StoreStatsCommand(const Options& options);
 int StoreVerifyCommand(const Options& options);

@@ -51,7 +51,7 @@ _kvcell() {
         [ "${word:0:${#current}}" = "$current" ] && COMPREPLY+=("$(printf '%q' "$word")")
       done
       return ;;
-    --codec) COMPREPLY=($(compgen -W 'f16 i8 i4' -- "$current")); return ;;
+    --codec) COMPREPLY=($(compgen -W 'f16 i8 i5 i4 i43 i3' -- "$current")); return ;;
     --durability) COMPREPLY=($(compgen -W 'none process power' -- "$current")); return ;;
     --store) compopt -o dirnames; return ;;
     -m|--model|-f|--file|--config|--report|--state) return ;;  # a file's name: readline's own completion

@@ -18,6 +18,10 @@ double MillisecondsSince(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
 }
 
+bool HasWindows(const Geometry& geometry) {
+  return std::any_of(geometry.begin(), geometry.end(), [](const LayerGeometry& layer) { return layer.window > 0; });
+}
+
 template <typename T>
 void ReadField(const nlohmann::json& object, const char* name, T* value) {
   const auto field = object.find(name);
@@ -205,6 +209,16 @@ Status Conversation::Step(std::span<const Token> tokens, bool want_logits) {
   return OkStatus();
 }
 
+// An empty conversation begins with what others have computed of its first tokens.
+Status Conversation::BeginWithPrefix() {
+  if (!engine_->shares_prefixes || Length() > 0 || pending_.empty()) return OkStatus();
+  Result<PrefixUse> use = engine_->cache->Reuse(sequence_, pending_);
+  if (!use) return use.error();
+  prefix_ = *std::move(use);
+  pending_.erase(pending_.begin(), pending_.begin() + static_cast<std::ptrdiff_t>(prefix_.tokens));
+  return OkStatus();
+}
+
 // Feeds the pending tokens chunk by chunk; what has been fed is no longer pending, so that an interrupted prompt goes
 // on later.
 Status Conversation::Feed(const AnswerHooks& hooks, bool* stopped) {
@@ -230,12 +244,18 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
   const Clock::time_point start = turn_start_.value_or(Clock::now());
   turn_start_.reset();
   const Clock::time_point feed_start = Clock::now();
+  KVCELL_FAIL_IF_ERROR(BeginWithPrefix());
   const auto queued = static_cast<int64_t>(pending_.size());
   bool stopped = false;
   const Status fed = Feed(hooks, &stopped);
   answer.prompt_tokens = queued - static_cast<int64_t>(pending_.size());
   answer.prefill_ms = MillisecondsSince(feed_start);
   if (!fed.ok()) return Fail(fed);
+  if (engine_->shares_prefixes && HasWindows(engine_->model->facts().geometry)) {
+    // What a sliding window needs at the prompt's end is gone once the answer has moved on. What can't be stored now is
+    // told by Save.
+    (void)engine_->cache->Publish(sequence_);
+  }
 
   Utf8Stream stream;
   const auto show = [&](const std::string& text) {
@@ -278,7 +298,7 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
 }
 
 Status Conversation::Save() {
-  if (session_.empty()) return OkStatus();
+  if (session_.empty()) return engine_->shares_prefixes ? engine_->cache->Publish(sequence_) : OkStatus();
   return engine_->cache->Save(sequence_, session_, logits_, WriteExtras());
 }
 

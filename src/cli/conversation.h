@@ -9,6 +9,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "cli/engine.h"
@@ -53,8 +54,10 @@ class Conversation {
   // Opens the session where the store has it, else starts an empty one. Errors of Cache::OpenSession.
   static Result<std::unique_ptr<Conversation>> Open(Engine* engine, const ConversationSettings& settings);
 
-  // Tokens whose K and V came from the store.
-  int64_t reused_tokens() const { return reused_tokens_; }
+  // Tokens whose K and V came from the stored session or from a prefix that others have computed.
+  int64_t reused_tokens() const { return reused_tokens_ + prefix_.tokens; }
+  // What the conversation began with instead of computing it, and why no more.
+  const PrefixUse& prefix() const { return prefix_; }
   // Why not all stored tokens could be used, "" where they could.
   const std::string& note() const { return note_; }
   bool resumed() const { return resumed_; }
@@ -74,8 +77,10 @@ class Conversation {
   // Feeds what is queued and generates up to max_tokens tokens. An error leaves the conversation at the last whole
   // step.
   Result<Answer> Generate(int64_t max_tokens, const AnswerHooks& hooks);
-  // Stores the conversation under its session's name; nothing to do without one.
+  // Stores the conversation under its session's name; without one, what later prompts may begin with.
   Status Save();
+  // The tokens that are queued, for somebody else to feed; nothing is queued any more.
+  std::vector<Token> TakePending() { return std::exchange(pending_, {}); }
 
  private:
   Conversation(Engine* engine, const ConversationSettings& settings)
@@ -86,6 +91,7 @@ class Conversation {
   std::string WriteExtras() const;
   Result<std::vector<Token>> TurnTokens(const std::string& text) const;
   Result<std::string> TurnText(const std::string& text) const;
+  Status BeginWithPrefix();
   Status Feed(const AnswerHooks& hooks, bool* stopped);
   Status Step(std::span<const Token> tokens, bool want_logits);
 
@@ -99,6 +105,7 @@ class Conversation {
   bool ended_ = false;
   bool resumed_ = false;
   int64_t reused_tokens_ = 0;
+  PrefixUse prefix_;
   std::string note_;
   std::optional<std::chrono::steady_clock::time_point> turn_start_;
 };

@@ -71,12 +71,13 @@ Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
     KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
     plan.cache.store = options.store;
   }
-  Result<MemoryPlan> memory = PlanMemory(plan.cache, plan.context, 1);
+  plan.cache.max_sequences = std::max(1, options.samples);
+  Result<MemoryPlan> memory = PlanMemory(plan.cache, plan.context, plan.cache.max_sequences);
   if (!memory) return Fail(memory.error());
   if (!plan.cache.store.empty()) {
     plan.budget_floor = memory->minimum;
   } else {
-    const Result<uint64_t> floor = BudgetFloor(plan.cache, plan.context, 1);
+    const Result<uint64_t> floor = BudgetFloor(plan.cache, plan.context, plan.cache.max_sequences);
     if (!floor) return Fail(floor.error());
     plan.budget_floor = *floor;
     if (options.ram_budget > 0 && options.ram_budget < WholeContext(*memory)) {
@@ -102,6 +103,11 @@ Result<Engine> OpenEngine(const Options& options) {
     PrintWarning(fmt::format("--ctx {} is more than the {} tokens that {} was trained for; answers may make no sense",
                              plan->context, facts->context_train, facts->name));
   }
+  if (!options.quiet && !(AttendedInPlace(plan->cache.codec.k) && AttendedInPlace(plan->cache.codec.v))) {
+    PrintWarning(fmt::format("codec {} is decoded before it is attended, which is slow; `kvcell info --codecs` shows "
+                             "which ones are attended in place",
+                             options.codec));
+  }
 
   const auto start = std::chrono::steady_clock::now();
   Engine engine;
@@ -119,7 +125,18 @@ Result<Engine> OpenEngine(const Options& options) {
     plan->cache.store_key = *std::move(key);
   }
   plan->cache.identity = engine.model->identity();
+  const bool needs_store = !plan->cache.store.empty();
+  engine.shares_prefixes = !options.no_prefix && !options.store.empty();
+  if (engine.shares_prefixes) plan->cache.store = options.store;
   Result<std::unique_ptr<Cache>> cache = Cache::Open(plan->cache);
+  if (!cache && engine.shares_prefixes && !needs_store) {
+    // Nobody asked for the store: without it the answer is the same, only the prompt is computed whole.
+    if (!options.quiet)
+      PrintWarning(fmt::format("prompts are not shared with other runs: {}", cache.error().message()));
+    engine.shares_prefixes = false;
+    plan->cache.store.clear();
+    cache = Cache::Open(plan->cache);
+  }
   if (!cache) return Fail(cache.error());
   engine.cache = *std::move(cache);
   return engine;

@@ -14,8 +14,9 @@ namespace kvcell::cli {
 struct Engine {
   std::unique_ptr<Model> model;
   std::unique_ptr<Cache> cache;
-  int64_t context = 0;   // most tokens of a sequence
-  double load_ms = 0.0;  // of the model
+  int64_t context = 0;           // most tokens of a sequence
+  double load_ms = 0.0;          // of the model
+  bool shares_prefixes = false;  // with other runs, through the store
 };
 
 // Most rows per step: prompts are fed in chunks of this many tokens.

@@ -72,21 +72,39 @@ void AddModelRows(const ModelFacts& facts, Table* table) {
 
 struct CodecRow {
   std::string name;
+  bool in_place = true;
   std::string spec;
   std::string idea;
   std::vector<std::pair<int, double>> bits;  // by head_dim
 };
 
+Status AddRow(const std::string& name, const std::string& text, const std::string& idea, std::vector<CodecRow>* rows) {
+  const Result<CodecSpec> spec = ParseCodec(text);
+  if (!spec) return spec.error();
+  CodecRow row{.name = name,
+               .in_place = AttendedInPlace(spec->k) && AttendedInPlace(spec->v),
+               .spec = text,
+               .idea = idea,
+               .bits = {}};
+  for (const int head_dim : {64, 128, 256}) {
+    const Result<double> bits = CodecBitsPerElement(*spec, head_dim, head_dim);
+    if (!bits) return bits.error();
+    row.bits.emplace_back(head_dim, *bits);
+  }
+  rows->push_back(std::move(row));
+  return OkStatus();
+}
+
+// Presets first, then single codecs by their plain names with an example each.
 Result<std::vector<CodecRow>> CodecRows() {
   std::vector<CodecRow> rows;
   for (const CodecPreset& preset : CodecPresets()) {
-    CodecRow row{.name = preset.name, .spec = CodecText(preset.spec), .idea = preset.idea, .bits = {}};
-    for (const int head_dim : {64, 128, 256}) {
-      const Result<double> bits = CodecBitsPerElement(preset.spec, head_dim, head_dim);
-      if (!bits) return Fail(bits.error());
-      row.bits.emplace_back(head_dim, *bits);
-    }
-    rows.push_back(std::move(row));
+    KVCELL_FAIL_IF_ERROR(AddRow(preset.name, CodecText(preset.spec), preset.idea, &rows));
+  }
+  for (const CodecFamily& family : CodecFamilies()) {
+    if (family.name == "f16") continue;  // a preset too
+    const std::string idea = family.parts.empty() ? family.idea : fmt::format("{} ({})", family.idea, family.parts);
+    KVCELL_FAIL_IF_ERROR(AddRow(family.name, family.example, idea, &rows));
   }
   return rows;
 }
@@ -96,24 +114,32 @@ Json CodecsJson(const std::vector<CodecRow>& rows) {
   for (const CodecRow& row : rows) {
     Json bits = Json::object();
     for (const auto& [head_dim, value] : row.bits) bits[std::to_string(head_dim)] = value;
-    list.push_back({{"name", row.name}, {"spec", row.spec}, {"bits_by_head_dim", bits}, {"idea", row.idea}});
+    list.push_back({{"name", row.name},
+                    {"spec", row.spec},
+                    {"bits_by_head_dim", bits},
+                    {"in_place", row.in_place},
+                    {"idea", row.idea}});
   }
   return list;
 }
 
 void PrintCodecs(const std::vector<CodecRow>& rows) {
-  Table table({"CODEC", "BITS AT HEAD_DIM 64", "128", "256", "SPEC", "IDEA"});
+  Table table({"CODEC", "BITS AT HEAD_DIM 64", "128", "256", "ATTENDED", "SPEC", "IDEA"});
   table.AlignRight({1, 2, 3});
   for (const CodecRow& row : rows) {
     std::vector<std::string> cells = {row.name};
     for (const auto& bits : row.bits) cells.push_back(fmt::format("{:.3f}", bits.second));
+    cells.push_back(row.in_place ? "in place" : "decoded");
     cells.push_back(row.spec);
     cells.push_back(row.idea);
     table.Add(std::move(cells));
   }
   table.Print(stdout);
   if (IsTerminal(stdout)) {
-    Print(stdout, "\nOr K and V apart: k=int4:g64:lloyd:rot:off,v=int8:g64; bits count every byte of a sealed cell.\n");
+    Print(stdout,
+          "\nOr K and V apart: k=int4:g64:lloyd:rot:off,v=int8:g64; bits count every byte of a sealed cell. What is "
+          "decoded\n"
+          "(sixteen tokens at a time) is for study: slower than what is attended in place.\n");
   }
 }
 

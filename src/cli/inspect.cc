@@ -80,23 +80,11 @@ Result<CellMap> MapOf(const SessionRecord& record) {
   return MakeCellMap(*geometry, *codec, static_cast<int32_t>(*sinks));
 }
 
-const char* PrecisionName(SideSpec::Type type) {
-  switch (type) {
-    case SideSpec::Type::kF16:
-      return "f16";
-    case SideSpec::Type::kInt8:
-      return "int8";
-    case SideSpec::Type::kInt4:
-      return "int4";
-  }
-  return "?";
-}
-
 StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer, const BlockRecord& block,
                       CellInfo info, std::vector<std::byte>* buffer) {
   StoredCell cell{.info = std::move(info), .damage = ""};
-  cell.info.k_precision = PrecisionName(layer.coded.k.spec.type);
-  cell.info.v_precision = PrecisionName(layer.coded.v.spec.type);
+  cell.info.k_precision = TypeName(layer.coded.k.spec.type);
+  cell.info.v_precision = TypeName(layer.coded.v.spec.type);
   const auto& place = block.places[layer.group];
   if (!place) {  // a sliding window has passed it
     cell.info.state = CellState::kEvicted;

@@ -94,6 +94,16 @@ Status SetCodecs(const std::string& text, std::vector<std::string>* values) {
   return OkStatus();
 }
 
+Status SetTypes(const std::string& text, std::vector<std::string>* values) {
+  *values = SplitList(text);
+  for (const std::string& type : *values) {
+    if (type != "f16" && type != "i8" && type != "i4") {
+      return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is no type to measure; use f16, i8 or i4", type));
+    }
+  }
+  return OkStatus();
+}
+
 Status SetDurability(const std::string& text, uint8_t* value) {
   static constexpr std::array<std::string_view, 3> kLevels = {"none", "process", "power"};
   const auto found = std::find(kLevels.begin(), kLevels.end(), text);
@@ -195,7 +205,8 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--codec",
        .type = "SPEC",
        .shown_default = "i4",
-       .help = "how sealed cells are coded: f16, i8, i4 or k=...,v=... (`kvcell info --codecs`); fewer bits take less "
+       .help = "how sealed cells are coded: f16, i8, i5, i4, i43, i3 or k=...,v=... (`kvcell info --codecs`); fewer "
+               "bits take less "
                "memory "
                "and read faster, more keep answers closer to f16",
        .set = SetCodec},
@@ -298,6 +309,19 @@ const std::vector<OptionSpec>& Table() {
        .help = "name of the conversation in the store; `run` and `chat` go on with it when it is there and save it",
 
        .set = [](const std::string& t, Options* o) { return SetText(t, "a session's name", &o->session); }},
+      {.name = "samples",
+       .flags = "--samples",
+       .type = "N",
+       .shown_default = "1",
+       .help = "answers to the one prompt, which is fed and kept once; answer i (from 0) draws with seed + i, so give "
+               "a --temp "
+               "above 0. Each takes memory for its own tokens only",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1024, &o->samples); }},
+      {.name = "no-prefix",
+       .flags = "--no-prefix",
+       .help = "computes the whole prompt, and keeps nothing of it for later prompts that begin alike",
+       .set = [](const std::string& t, Options* o) { return SetBool(t, &o->no_prefix); }},
       {.name = "json",
        .flags = "--json",
        .help = "prints one JSON object on standard output and nothing else there",
@@ -362,6 +386,122 @@ const std::vector<OptionSpec>& Table() {
        .help = "its values per head",
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1024, &o->head_dim); }},
+      {.name = "lab-text",
+       .flags = "-f,--file",
+       .type = "FILE",
+       .help = "text to measure on, - for standard input; long enough for what is asked",
+       .setting = false,
+       .setting_name = "file",
+       .set =
+           [](const std::string& t, Options* o) {
+             o->file = t;
+             return SetText(t, "the file's name", &*o->file);
+           }},
+      {.name = "lab-context",
+       .flags = "--context",
+       .type = "N",
+       .shown_default = "2048",
+       .help =
+           "tokens of each window, of which the second half is scored; longer windows read more coded cells and take "
+           "longer",
+       .setting = false,
+       .setting_name = "context",
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, kMaxContext, &o->contexts); }},
+      {.name = "lab-tokens",
+       .flags = "--context",
+       .type = "N",
+       .shown_default = "1024",
+       .help = "tokens of the text whose K and V are taken; more take longer and say more of long contexts",
+       .setting = false,
+       .setting_name = "context",
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, kMaxContext, &o->contexts); }},
+      {.name = "lab-contexts",
+       .flags = "--context",
+       .type = "N...",
+       .shown_default = "2048 8192 32768",
+       .help = "tokens that the cache holds, one measurement each",
+       .many = true,
+       .setting = false,
+       .setting_name = "context",
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, kMaxContext, &o->contexts); }},
+      {.name = "lab-codecs",
+       .flags = "--codec",
+       .type = "SPEC...",
+       .shown_default = "i8 i4",
+       .help =
+           "codecs to measure (`kvcell info --codecs`); f16 is always measured, as what the others are compared with",
+       .many = true,
+       .setting = false,
+       .setting_name = "codec",
+       .set = [](const std::string& t, Options* o) { return SetCodecs(t, &o->codecs); }},
+      {.name = "lab-output",
+       .flags = "-o,--output",
+       .type = "PATH",
+       .help = "what to write: a directory for `lab export`, an HTML file for `lab report`, a rules file for `tune`; "
+               "for `lab "
+               "sweep` a directory to measure reading in, on the disk that is meant",
+       .setting = false,
+       .setting_name = "output",
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the output's path", &o->output); }},
+      {.name = "from",
+       .flags = "--from",
+       .type = "DIR",
+       .help = "directory that `lab export` wrote, instead of a model and a text; without either, values are made",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the directory", &o->from); }},
+      {.name = "measurements",
+       .flags = "--measurement",
+       .type = "FILE...",
+       .help = "what `kvcell lab ... --json` printed, to be drawn in the report; each file takes a section",
+       .many = true,
+       .setting = false,
+       .set =
+           [](const std::string& t, Options* o) {
+             o->measurements = SplitList(t);
+             return OkStatus();
+           }},
+      {.name = "questions",
+       .flags = "--questions",
+       .type = "N",
+       .help = "most questions to ask; more take longer and narrow the error",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 1 << 20, &o->questions); }},
+      {.name = "lab-probe",
+       .flags = "--context",
+       .type = "N",
+       .shown_default = "512",
+       .help = "tokens of the probe, of which the second half is scored; more measures better and takes longer",
+       .setting = false,
+       .setting_name = "context",
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, kMaxContext, &o->contexts); }},
+      {.name = "tune-codecs",
+       .flags = "--codec",
+       .type = "SPEC...",
+       .shown_default = "i8 i5 i4 i43 i3",
+       .help = "codecs to choose from (`kvcell info --codecs`)",
+       .many = true,
+       .setting = false,
+       .setting_name = "codec",
+       .set = [](const std::string& t, Options* o) { return SetCodecs(t, &o->codecs); }},
+      {.name = "kld",
+       .flags = "--kld",
+       .type = "X",
+       .shown_default = "0.01",
+       .help =
+           "mean KL divergence against f16 KV that the choice must stay under; lower keeps answers closer and takes "
+           "more bits",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetDecimal(t, 1e-6, 10.0, &o->kld_limit); }},
+      {.name = "channels",
+       .flags = "--channels",
+       .help = "adds every channel's figures to --json",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetBool(t, &o->channels); }},
+      {.name = "by-layer",
+       .flags = "--by-layer",
+       .help = "prints a row for every layer too; --json has them always",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetBool(t, &o->by_layer); }},
       {.name = "windows",
        .flags = "--windows",
        .type = "N",
@@ -390,12 +530,89 @@ const std::vector<OptionSpec>& Table() {
              o->weights_f32 = t == "f32";
              return OkStatus();
            }},
+      {.name = "folder",
+       .flags = "--folder",
+       .type = "DIR",
+       .shown_default = "the system's temporary one",
+       .help = "where what the measurement makes is put (a q4_0 copy of the model, kept for the next time)",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the folder's path", &o->folder); }},
       {.name = "state",
        .flags = "--state",
        .type = "FILE",
-       .help = "keeps finished windows in a file, so that an interrupted measurement goes on from there",
+       .help = "keeps what is finished in a file, so that an interrupted measurement goes on from there; written again "
+               "after every part",
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetText(t, "the state's path", &o->state); }},
+      {.name = "tokens",
+       .flags = "--tokens",
+       .type = "N...",
+       .shown_default = "the shapes of docs/kernels.md",
+       .help =
+           "tokens before the queries, the open block's 32 not counted; with this or another size given, only these "
+           "shapes are measured",
+       .many = true,
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, 1 << 24, &o->tokens); }},
+      {.name = "queries",
+       .flags = "--queries",
+       .type = "N...",
+       .shown_default = "1",
+       .help = "queries at once: 1 is decode, more are prefill",
+       .many = true,
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetIntegers(t, 4096, &o->queries); }},
+      {.name = "group",
+       .flags = "--group",
+       .type = "N",
+       .shown_default = "4",
+       .help = "query heads per KV head",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 128, &o->group); }},
+      {.name = "rounds",
+       .flags = "--rounds",
+       .type = "N",
+       .shown_default = "15, 3 for whole models",
+       .help = "alternations between the engines; more narrow the medians and take longer",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, 10000, &o->rounds); }},
+      {.name = "types",
+       .flags = "--types",
+       .type = "TYPE...",
+       .shown_default = "f16 i8 i4",
+       .help = "our types to measure; the peer's f16, q8_0 and q4_0 go beside them",
+       .many = true,
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetTypes(t, &o->types); }},
+      {.name = "phase",
+       .flags = "--phase",
+       .type = "decode|prefill",
+       .shown_default = "both",
+       .help = "measures one phase alone",
+       .setting = false,
+       .set =
+           [](const std::string& t, Options* o) {
+             if (t != "decode" && t != "prefill") {
+               return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is neither decode nor prefill", t));
+             }
+             o->phase = t;
+             return OkStatus();
+           }},
+      {.name = "depth",
+       .flags = "--depth",
+       .type = "N...",
+       .shown_default = "0 8064",
+       .help = "tokens in the cache before what is measured",
+       .many = true,
+       .setting = false,
+       .set =
+           [](const std::string& t, Options* o) {
+             o->depths.clear();
+             for (const std::string& part : SplitList(t)) {
+               KVCELL_RETURN_IF_ERROR(SetInteger(part, 0, kMaxContext, &o->depths.emplace_back()));
+             }
+             return OkStatus();
+           }},
   };
   return table;
 }

@@ -51,6 +51,8 @@ struct Options {
   std::string key_command;
   uint64_t scrub_rate = uint64_t{1} << 20;
   std::string session;
+  int32_t samples = 0;  // 0: one answer, reported as such
+  bool no_prefix = false;
   bool json = false;
   bool quiet = false;
   std::string report;
@@ -62,11 +64,28 @@ struct Options {
   int32_t heads = 0;
   int32_t kv_heads = 0;
   int32_t head_dim = 0;
-  // lab quality
+  // lab
   int64_t windows = 16;
   bool peer = false;
   bool weights_f32 = false;
   std::string state;
+  // bench
+  std::vector<int64_t> tokens;
+  std::vector<int64_t> queries;
+  std::vector<int64_t> depths;
+  int32_t group = 0;
+  int32_t rounds = 0;  // 0: the benchmark's own
+  std::vector<std::string> types;
+  std::string phase;
+  std::string folder;
+  // lab: what is written, read, asked
+  std::string output;
+  std::string from;
+  std::vector<std::string> measurements;
+  int64_t questions = 0;  // 0: the command's own number
+  bool channels = false;
+  bool by_layer = false;
+  double kld_limit = 0.01;
 };
 
 // Which of the sampler's options somebody set: a session goes on with what it was stored with for the others.

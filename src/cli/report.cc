@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+
 #include "attention/attention.h"
 #include "base/memory_probe.h"
 #include "cli/interrupt.h"
@@ -47,6 +49,39 @@ Json KvReport(const CacheStats& stats) {
           {"not_finite", stats.not_finite}};
 }
 
+const char* PrefixEndName(PrefixUse::End end) {
+  switch (end) {
+    case PrefixUse::End::kWhole:
+      return "whole";
+    case PrefixUse::End::kNothing:
+      return "nothing";
+    case PrefixUse::End::kEnds:
+      return "ends";
+    case PrefixUse::End::kDiffers:
+      return "differs";
+    case PrefixUse::End::kEvicted:
+      return "evicted";
+    case PrefixUse::End::kOtherIdentity:
+      return "other_identity";
+    case PrefixUse::End::kWindow:
+      return "window";
+    case PrefixUse::End::kReplicas:
+      return "replicas";
+    case PrefixUse::End::kDamaged:
+      return "damaged";
+    case PrefixUse::End::kNoRoom:
+      return "no_room";
+  }
+  return "";
+}
+
+Json PrefixReport(const PrefixUse& prefix) {
+  Json report = {{"tokens", prefix.tokens}, {"matched", prefix.matched}, {"end", PrefixEndName(prefix.end)}};
+  if (prefix.differs_at >= 0) report["differs_at"] = prefix.differs_at;
+  if (!prefix.note.empty()) report["note"] = prefix.note;
+  return report;
+}
+
 std::string CellsText(const CellCounts& cells) {
   std::string text;
   for (int state = 0; state < kCellStates; ++state) {
@@ -58,8 +93,7 @@ std::string CellsText(const CellCounts& cells) {
   return text.empty() ? "none" : text;
 }
 
-void AddCacheRows(const Engine& engine, Table* table) {
-  const CacheStats stats = engine.cache->Stats();
+void AddCacheRows(const Engine& engine, const CacheStats& stats, Table* table) {
   const double share =
       stats.f16_bytes > 0 ? 100.0 * static_cast<double>(stats.kv_bytes) / static_cast<double>(stats.f16_bytes) : 0.0;
   table->Add({"KV bytes in f16", FormatSize(stats.f16_bytes)});
@@ -104,6 +138,7 @@ Json AnswerReport(const Engine& engine, const Conversation& conversation, const 
                  {"tokens", answer.tokens},
                  {"text", answer.text},
                  {"end", EndName(answer.end)},
+                 {"prefix", PrefixReport(conversation.prefix())},
                  {"context_tokens", conversation.Length()},
                  {"ttft_ms", answer.ttft_ms},
                  {"load_ms", engine.load_ms},
@@ -123,7 +158,11 @@ void PrintAnswerTable(const Engine& engine, const Conversation& conversation, co
   table.Add({"tokens", fmt::format("{} fed, {} not computed again, {} generated", FormatCount(answer.prompt_tokens),
                                    FormatCount(conversation.reused_tokens()),
                                    FormatCount(static_cast<int64_t>(answer.tokens.size())))});
-  AddCacheRows(engine, &table);
+  // Where more was stored than could be used, why.
+  if (!conversation.prefix().note.empty() && (conversation.prefix().tokens > 0 || conversation.prefix().matched > 0)) {
+    table.Add({"shared prefix", conversation.prefix().note});
+  }
+  AddCacheRows(engine, engine.cache->Stats(), &table);
   if (answer.prompt_tokens > 0) {
     table.Add({"prefill", fmt::format("{:.1f} tokens/s", PerSecond(answer.prompt_tokens, answer.prefill_ms))});
   }
@@ -138,9 +177,52 @@ void PrintAnswerTable(const Engine& engine, const Conversation& conversation, co
   table.Print(stderr);
 }
 
+Json SamplesReport(const Engine& engine, const CacheStats& stats, const PrefixUse& prefix,
+                   std::span<const Answer> answers) {
+  const Answer& first = answers.front();
+  Json samples = Json::array();
+  int64_t generated = 0, steps = 0;
+  double decode_ms = 0.0;
+  for (const Answer& answer : answers) {
+    samples.push_back({{"tokens", answer.tokens}, {"text", answer.text}, {"end", EndName(answer.end)}});
+    generated += static_cast<int64_t>(answer.tokens.size());
+    steps += answer.decode_steps;
+    decode_ms = std::max(decode_ms, answer.decode_ms);
+  }
+  return {{"prompt_tokens", first.prompt_tokens},
+          {"reused_tokens", prefix.tokens},
+          {"generated_tokens", generated},
+          {"tokens", first.tokens},
+          {"text", first.text},
+          {"samples", samples},
+          {"prefix", PrefixReport(prefix)},
+          {"ttft_ms", first.ttft_ms},
+          {"load_ms", engine.load_ms},
+          {"prefill_ms", first.prefill_ms},
+          {"prefill_tokens_per_s", PerSecond(first.prompt_tokens, first.prefill_ms)},
+          {"decode_tokens_per_s", PerSecond(steps, decode_ms)},
+          {"kv", KvReport(stats)},
+          {"codec", engine.cache->options().codec.name},
+          {"peak_rss_bytes", PeakResidentBytes()},
+          {"isa", AttentionIsa()}};
+}
+
+void PrintSamplesTable(const Engine& engine, const CacheStats& stats, const PrefixUse& prefix,
+                       std::span<const Answer> answers) {
+  const Json report = SamplesReport(engine, stats, prefix, answers);
+  Table table({"", ""});
+  table.Add({"tokens", fmt::format("{} fed, {} not computed again, {} generated in {} answers",
+                                   FormatCount(answers.front().prompt_tokens), FormatCount(prefix.tokens),
+                                   FormatCount(report["generated_tokens"].get<int64_t>()), answers.size())});
+  AddCacheRows(engine, stats, &table);
+  table.Add(
+      {"decode", fmt::format("{:.1f} tokens/s, all answers together", report["decode_tokens_per_s"].get<double>())});
+  table.Print(stderr);
+}
+
 void PrintCacheTable(const Engine& engine) {
   Table table({"", ""});
-  AddCacheRows(engine, &table);
+  AddCacheRows(engine, engine.cache->Stats(), &table);
   table.Print(stderr);
 }
 

@@ -1,6 +1,8 @@
 // What a run has to tell afterwards, as JSON and as a table for people.
 #pragma once
 
+#include <span>
+
 #include "cli/conversation.h"
 #include "cli/engine.h"
 #include "cli/output.h"
@@ -13,8 +15,14 @@ AnswerHooks TerminalHooks(Progress* progress, bool prints);
 
 // The object of `run --json`.
 Json AnswerReport(const Engine& engine, const Conversation& conversation, const Answer& answer);
+// The object of `run --samples --json`; `tokens` and `text` are the first answer's. `stats` are of the time when all
+// answers were being generated.
+Json SamplesReport(const Engine& engine, const CacheStats& stats, const PrefixUse& prefix,
+                   std::span<const Answer> answers);
 // The same figures on standard error.
 void PrintAnswerTable(const Engine& engine, const Conversation& conversation, const Answer& answer);
+void PrintSamplesTable(const Engine& engine, const CacheStats& stats, const PrefixUse& prefix,
+                       std::span<const Answer> answers);
 // The cache's part alone: bytes and cells.
 void PrintCacheTable(const Engine& engine);
 

@@ -55,6 +55,7 @@ int RunCommand(const Options& options, SamplerGiven sampler_given) {
   if (!options.report.empty()) {  // found out before an answer is made for nothing
     if (const Status written = WriteJsonFile(options.report, Json::object()); !written.ok()) return Failed(written);
   }
+  if (options.samples > 0) return SamplesCommand(options, *prompt);
   Result<Engine> engine = OpenEngine(options);
   if (!engine) return Failed(engine.error());
 
@@ -78,7 +79,11 @@ int RunCommand(const Options& options, SamplerGiven sampler_given) {
   if (!answer) return Failed(answer.error());
   if (!options.json) Print(stdout, "\n");
   std::fflush(stdout);
-  if (const Status saved = conversation.Save(); !saved.ok()) return Failed(saved);
+  if (const Status saved = conversation.Save(); !saved.ok()) {
+    // Without a session nobody asked for anything to be kept: the answer is there.
+    if (!options.session.empty()) return Failed(saved);
+    if (!options.quiet) PrintWarning(fmt::format("nothing is kept for prompts that begin alike: {}", saved.message()));
+  }
 
   const Json report = AnswerReport(*engine, conversation, *answer);
   if (!options.report.empty()) {

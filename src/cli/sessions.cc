@@ -15,6 +15,11 @@
 namespace kvcell::cli {
 namespace {
 
+Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
+                 const BlockKey& key) {
+  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
+}
+
 Result<std::unique_ptr<Store>> OpenStore(const Options& options, bool read_only, bool create = false) {
   KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
   StoreOptions store_options;
@@ -27,6 +32,7 @@ Result<std::unique_ptr<Store>> OpenStore(const Options& options, bool read_only,
   Result<std::string> key = ReadStoreKey(options);
   if (!key) return Fail(key.error());
   store_options.key = *std::move(key);
+  store_options.cell_check = CheckCell;
   Result<std::unique_ptr<Store>> store = Store::Open(options.store, store_options);
   std::error_code error;
   if (!store && store.error().code() == StatusCode::kNotFound && !std::filesystem::exists(options.store, error)) {
@@ -42,11 +48,6 @@ Json IdentityJson(const Identity& identity) {
   Json object = Json::object();
   for (const auto& [name, value] : identity) object[name] = value;
   return object;
-}
-
-Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
-                 const BlockKey& key) {
-  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
 }
 
 }  // namespace
@@ -221,7 +222,7 @@ int StoreCompactCommand(const Options& options) {
                {"blocks_moved", report->blocks_moved},
                {"segments_in_use", report->segments_in_use}});
   } else if (!options.quiet) {
-    fmt::print(stderr, "{} -> {}, {} blocks moved{}\n", FormatSize(static_cast<uint64_t>(report->bytes_before)),
+    Print(stderr, "{} -> {}, {} blocks moved{}\n", FormatSize(static_cast<uint64_t>(report->bytes_before)),
                FormatSize(static_cast<uint64_t>(report->bytes_after)), FormatCount(report->blocks_moved),
                report->segments_in_use > 0
                    ? fmt::format("; {} segments are in use and stay as they are", report->segments_in_use)

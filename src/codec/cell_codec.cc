@@ -12,6 +12,7 @@
 
 #include "codec/encode_kernels.h"
 #include "codec/f16.h"
+#include "codec/study_codec.h"
 
 namespace kvcell {
 namespace {
@@ -39,22 +40,30 @@ uint64_t CellChecksum(const std::byte* cell, size_t bytes) {
   return XXH3_64bits_digest(&state);
 }
 
-// The level or signed code of one value.
-float Level(const SideLayout& side, const std::byte* cell, int token, int dim, bool is_key) {
-  if (side.spec.type == SideSpec::Type::kInt8) {
-    const uint32_t byte = is_key ? Int8KByte(side, token, dim) : Int8VByte(side, token, dim);
-    return float(int8_t(cell[side.codes + byte]));
-  }
-  const CodePlace place = is_key ? Int4KPlace(side, token, dim) : Int4VPlace(side, token, dim);
-  const uint8_t pair = uint8_t(cell[side.codes + place.byte]);
-  return float(LevelTable(side.spec.levels)[size_t(place.high ? pair >> 4 : pair & 15)]);
+uint32_t PlaneBits(const std::byte* plane, const CodePlace& place, int bits) {
+  return uint32_t(plane[place.byte]) >> place.shift & ((1u << bits) - 1u);
 }
 
+// The code of one value of an in-place integer side.
+uint32_t CodeAt(const SideLayout& side, const std::byte* cell, int token, int dim, bool is_key) {
+  const int bits = LevelBits(side.spec.type), low = LowBits(bits), high = HighBits(bits);
+  const auto place = [&](int width) {
+    return is_key ? KeyPlace(side, width, token, dim) : ValuePlace(width, token, dim);
+  };
+  uint32_t code = PlaneBits(cell + side.codes, place(low), low);
+  if (high > 0) code |= PlaneBits(cell + side.codes_high, place(high), high) << low;
+  return code;
+}
+
+// Decodes tokens [begin, end) to out [end - begin][dim].
 void DecodeSide(const SideLayout& side, const std::byte* cell, bool is_key, int first_token, float offset_scale,
-                float* out) {
-  std::fill(out, out + size_t(kBlockTokens) * size_t(side.dim), 0.0f);
-  for (int t = first_token; t < kBlockTokens; ++t) {
-    float* row = out + size_t(t) * size_t(side.dim);
+                int begin, int end, float* out) {
+  if (!side.in_place) return DecodeStudyTokens(side, cell, first_token, offset_scale, begin, end, out);
+  const int bits = LevelBits(side.spec.type);
+  const LevelTable table = MakeLevelTable(bits, side.spec.levels);
+  std::fill(out, out + size_t(end - begin) * size_t(side.dim), 0.0f);
+  for (int t = std::max(begin, first_token); t < end; ++t) {
+    float* row = out + size_t(t - begin) * size_t(side.dim);
     for (int d = 0; d < side.dim; ++d) {
       if (side.spec.type == SideSpec::Type::kF16) {
         const size_t index =
@@ -63,7 +72,12 @@ void DecodeSide(const SideLayout& side, const std::byte* cell, bool is_key, int 
         continue;
       }
       const float scale = F16ToF32(LoadU16(cell + side.scales + size_t(ScaleIndex(side, t, d)) * 2));
-      row[d] = scale * Level(side, cell, t, d, is_key);
+      if (bits > 0) {
+        row[d] = scale * float(table.level[CodeAt(side, cell, t, d, is_key)]);
+      } else {
+        const uint32_t byte = is_key ? Int8KByte(side, t, d) : Int8VByte(side, t, d);
+        row[d] = scale * float(int8_t(cell[side.codes + byte]));
+      }
       if (side.spec.channel_offset) row[d] += offset_scale * float(int8_t(cell[side.channel_offset + uint32_t(d)]));
     }
     RotateInPlace(side, row);
@@ -111,19 +125,38 @@ void EncodeCellWith(const EncodeKernels& kernels, const CellLayout& layout, cons
   header.version = kCellVersion;
   header.first_token = uint16_t(first_token);
   header.bytes = layout.bytes;
-  header.k_offset_scale = kernels.encode_k(layout.k, k, first_token, reinterpret_cast<uint8_t*>(out + layout.k.codes),
-                                           reinterpret_cast<uint16_t*>(out + layout.k.scales),
-                                           reinterpret_cast<int8_t*>(out + layout.k.channel_offset));
-  kernels.encode_v(layout.v, v, first_token, reinterpret_cast<uint8_t*>(out + layout.v.codes),
-                   reinterpret_cast<uint16_t*>(out + layout.v.scales));
+  if (layout.k.in_place) {
+    header.k_offset_scale = kernels.encode_k(layout.k, k, first_token, reinterpret_cast<uint8_t*>(out + layout.k.codes),
+                                             reinterpret_cast<uint8_t*>(out + layout.k.codes_high),
+                                             reinterpret_cast<uint16_t*>(out + layout.k.scales),
+                                             reinterpret_cast<int8_t*>(out + layout.k.channel_offset));
+  } else {
+    header.k_offset_scale = EncodeStudySide(layout.k, true, k, first_token, out);
+  }
+  if (layout.v.in_place) {
+    kernels.encode_v(layout.v, v, first_token, reinterpret_cast<uint8_t*>(out + layout.v.codes),
+                     reinterpret_cast<uint8_t*>(out + layout.v.codes_high),
+                     reinterpret_cast<uint16_t*>(out + layout.v.scales));
+  } else {
+    EncodeStudySide(layout.v, false, v, first_token, out);
+  }
   std::memcpy(out, &header, sizeof(header));
 }
 
 void DecodeCell(const CellLayout& layout, const std::byte* cell, float* k, float* v) {
+  DecodeKeys(layout, cell, 0, kBlockTokens, k);
+  DecodeValues(layout, cell, 0, kBlockTokens, v);
+}
+
+void DecodeKeys(const CellLayout& layout, const std::byte* cell, int begin, int end, float* k) {
   const CellHeader header = LoadHeader(cell);
-  const int first_token = std::min<int>(header.first_token, kBlockTokens);
-  DecodeSide(layout.k, cell, true, first_token, header.k_offset_scale, k);
-  DecodeSide(layout.v, cell, false, first_token, 0.0f, v);
+  DecodeSide(layout.k, cell, true, std::min<int>(header.first_token, kBlockTokens), header.k_offset_scale, begin, end,
+             k);
+}
+
+void DecodeValues(const CellLayout& layout, const std::byte* cell, int begin, int end, float* v) {
+  const CellHeader header = LoadHeader(cell);
+  DecodeSide(layout.v, cell, false, std::min<int>(header.first_token, kBlockTokens), 0.0f, begin, end, v);
 }
 
 void DecodeExact(const ExactLayout& layout, const std::byte* cell, int n, float* k, float* v) {
@@ -179,7 +212,7 @@ Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head
 
 void RotateInPlace(const SideLayout& side, float* x) {
   static const EncodeKernels& kernels = BestEncodeKernels();
-  if (side.spec.rotate) kernels.rotate(x, side.dim);
+  if (side.rotated()) kernels.rotate(x, side.dim);
 }
 
 }  // namespace kvcell

@@ -35,6 +35,11 @@ void EncodeCell(const CellLayout& layout, const ExactLayout& exact_layout, const
 // lab and oracles; attention never calls it.
 void DecodeCell(const CellLayout& layout, const std::byte* cell, float* k, float* v);
 
+// One side's tokens [begin, end) alone: [end - begin, dim]. What attention does, sixteen tokens at a time, for sides
+// that no kernel attends in place.
+void DecodeKeys(const CellLayout& layout, const std::byte* cell, int begin, int end, float* k);
+void DecodeValues(const CellLayout& layout, const std::byte* cell, int begin, int end, float* v);
+
 // The same for an exact cell's tokens [0, n): k [n, dk], v [n, dv].
 void DecodeExact(const ExactLayout& layout, const std::byte* cell, int n, float* k, float* v);
 
@@ -47,7 +52,7 @@ Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head
                   const uint8_t block_key[16]);
 
 // Rotates x [dim] in place by the orthonormal block-diagonal Hadamard matrix of a side (its own inverse); a no-op where
-// the side has none.
+// the side is not attended in a rotated basis.
 void RotateInPlace(const SideLayout& side, float* x);
 
 }  // namespace kvcell

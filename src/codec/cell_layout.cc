@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "codec/hadamard.h"
+#include "codec/study_codec.h"
 
 namespace kvcell {
 namespace {
@@ -17,18 +18,13 @@ constexpr int PadDim(int dim) { return (dim + 15) / 16 * 16; }
 
 // The first thing that a spec asks for and no side can give; empty where it is sound.
 std::string SpecProblem(const SideSpec& spec, bool is_key) {
-  const bool coded = spec.type == SideSpec::Type::kInt4 || spec.type == SideSpec::Type::kInt8;
-  if (!coded && spec.type != SideSpec::Type::kF16) return "its type is none of f16, int8, int4";
-  if (!coded) {
-    return spec.rotate || spec.channel_offset || spec.levels != SideSpec::Levels::kUniform
-               ? "f16 takes no levels, rotation or offsets"
-               : "";
-  }
-  if (spec.group != 32 && spec.group != 64 && spec.group != 128) return "its group is none of 32, 64, 128";
-  if (spec.levels != SideSpec::Levels::kUniform && spec.type != SideSpec::Type::kInt4)
-    return "only int4 has lloyd levels";
-  if (spec.channel_offset && !is_key) return "only K has channel offsets";
-  return "";
+  if (TypeName(spec.type) == "unknown") return "its type is none of those that `kvcell info --codecs` lists";
+  // A sound spec is what its own text reads back as.
+  const std::string side = CodecText({spec, spec, ""}).substr(2);
+  const std::string text = side.substr(0, side.find(','));
+  const Result<CodecSpec> read = ParseCodec(is_key ? "k=" + text + ",v=f16" : "k=f16,v=" + text);
+  if (!read) return read.error().message();
+  return (is_key ? read->k : read->v) == spec ? "" : fmt::format("it is more than its text {} says", text);
 }
 
 // Places one side's planes from byte `at` on.
@@ -37,18 +33,28 @@ SideLayout PlaceSide(const SideSpec& spec, int dim, bool is_key, uint32_t at) {
   side.spec = spec;
   side.dim = dim;
   side.dim_padded = PadDim(dim);
+  side.in_place = AttendedInPlace(spec);
   side.codes = at;
   if (spec.type == SideSpec::Type::kF16) {
     side.end = at + uint32_t(is_key ? dim : side.dim_padded) * kBlockTokens * 2;
-    side.scales = side.channel_offset = side.end;
+    side.codes_high = side.scales = side.channel_offset = side.end;
     return side;
   }
-  side.n_groups = (dim + spec.group - 1) / spec.group;
-  if (spec.group > dim) side.rows_per_scale = std::min(HadamardBlock(spec.group / dim), kBlockTokens);
-  const uint32_t values = uint32_t(side.dim_padded) * kBlockTokens;
-  side.scales = at + (spec.type == SideSpec::Type::kInt4 ? values / 2 : values);
-  const uint32_t n_scales = uint32_t(side.n_groups) * uint32_t(kBlockTokens / side.rows_per_scale);
-  side.channel_offset = side.scales + AlignUp(n_scales * 2);
+  uint32_t scale_bytes = 0;
+  if (side.in_place) {
+    side.n_groups = (dim + spec.group - 1) / spec.group;
+    if (spec.group > dim) side.rows_per_scale = std::min(HadamardBlock(spec.group / dim), kBlockTokens);
+    const uint32_t values = uint32_t(side.dim_padded) * kBlockTokens;
+    const int bits = LevelBits(spec.type);
+    side.codes_high = at + (bits == 0 ? values : values * uint32_t(LowBits(bits)) / 8);
+    side.scales = side.codes_high + (bits == 0 ? 0 : values * uint32_t(HighBits(bits)) / 8);
+    scale_bytes = uint32_t(side.n_groups) * uint32_t(kBlockTokens / side.rows_per_scale) * 2;
+  } else {
+    const StudyPlanes planes = MakeStudyPlanes(spec, dim);
+    side.codes_high = side.scales = at + AlignUp(planes.code_bytes);
+    scale_bytes = planes.scale_bytes;
+  }
+  side.channel_offset = side.scales + AlignUp(scale_bytes);
   side.end = side.channel_offset + (spec.channel_offset ? AlignUp(uint32_t(side.dim_padded)) : 0);
   return side;
 }

@@ -2,23 +2,29 @@
 //
 // A sealed cell is, in this order, each plane 64-byte aligned:
 //
-//   header | K codes | K scales | K channel offsets | V codes | V scales
+//   header | K codes | K high codes | K scales | K channel offsets | V codes | V high codes | V scales
 //
-// Value of a coded side, in the rotated basis where the side rotates:
+// Value of a side that is attended in place, in the rotated basis where the side rotates:
 //   scale[group][token] * level(code) + (k_offset_scale * offset[dim] for a K side with channel offsets)
 //
 // Codes lie in the order that 8-bit dot products with 32-bit sums (VNNI, maddubs) read them: sixteen 32-bit lanes of
 // four values each. Lanes are tokens for K (so q.k of 16 tokens comes out side by side) and dims for V (so p.v of 16
-// dims does).
+// dims does). What runs along a lane's values is the other index: `along` is dim for K and token for V.
 //
-//   int4 K [token / 16][dim / 8][64]:  byte (token % 16) * 4 + dim % 4,   low nibble for dim % 8 < 4, else high
-//   int4 V [dim / 16][token / 8][64]:  byte (dim % 16) * 4 + token % 4,   low nibble for token % 8 < 4, else high
-//   int8 K [token / 16][dim / 4][64]:  byte (token % 16) * 4 + dim % 4,   signed
-//   int8 V [dim / 16][token / 4][64]:  byte (dim % 16) * 4 + token % 4,   signed
-//   f16    as in an exact cell: K transposed, [dk][64]; V as rows, [64][dim_padded]
+//   4 bits  [lane / 16][along / 8][64]:   byte (lane % 16) * 4 + along % 4, low nibble for along % 8 < 4, else high
+//   2 bits  [lane / 16][along / 16][64]:  byte (lane % 16) * 4 + along % 4, bits 2 * (along % 16 / 4) and the next
+//   1 bit   [lane / 16][along / 8][16]:   bit (lane % 16) * 4 + along % 4 of the first 8 bytes for along % 8 < 4, else
+//                                         of the second
+//   int8    [lane / 16][along / 4][64]:   byte (lane % 16) * 4 + along % 4, signed
+//   f16     as in an exact cell: K transposed, [dk][64]; V as rows, [64][dim_padded]
 //
-// dim runs to dim_padded. Padding dims, and tokens before first_token, have the code kZeroCode (int4) or 0 (int8, f16):
+// int2 and int4 have one plane. int3 is a plane of 2 bits and a high one of 1 bit, int5 4 + 1, int6 4 + 2: a kernel's
+// inner step differs in how it loads a vector of codes and in nothing else.
+//
+// dim runs to dim_padded. Padding dims, and tokens before first_token, have the code ZeroCode(bits), or 0 (int8, f16):
 // a level that is 0 or the smallest one, so a kernel must put zeros on the query's side, or leave such lanes out.
+//
+// Sides for study (AttendedInPlace is false) lie in study_codec.h's order within the same planes.
 #pragma once
 
 #include <array>
@@ -53,21 +59,61 @@ static_assert(offsetof(CellHeader, k_offset_scale) == 48 && offsetof(CellHeader,
 inline constexpr uint32_t kCellMagic = 0x4c43564b;  // "KVCL"
 inline constexpr uint16_t kCellVersion = 1;
 
-inline constexpr int kLevelCount = 16;
-inline constexpr int kMaxLevel = 31;  // |level| <= 31: AVX2 adds two u8 * s8 products in 16 bits without saturating
-inline constexpr int kZeroCode = 8;   // of padding and of groups whose scale is 0
+inline constexpr int kMaxLevel = 32;  // |level| <= 32: AVX2 adds two u8 * s8 products in 16 bits without saturating
+inline constexpr int kMaxLevels = 64;
 inline constexpr int kMaxHeadDim = 1024;
 
-// The integer values of an int4 side's codes 0..15, ascending.
-// uniform: -8..7. Lloyd-Max: the Lloyd-Max quantizer of the unit Gaussian (Max 1960, Lloyd 1982), scaled so that
-// rounding its levels to integers of at most 6 bits costs the least mean squared error. It has no level 0 (symmetric,
+// Bits of a code of an integer side whose codes are looked up as levels; 0 for all others.
+constexpr int LevelBits(SideSpec::Type type) {
+  switch (type) {
+    case SideSpec::Type::kInt2:
+      return 2;
+    case SideSpec::Type::kInt3:
+      return 3;
+    case SideSpec::Type::kInt4:
+      return 4;
+    case SideSpec::Type::kInt5:
+      return 5;
+    case SideSpec::Type::kInt6:
+      return 6;
+    default:
+      return 0;
+  }
+}
+// How a code is cut: its low bits lie in the plane `codes`, its high bits in `codes_high`.
+constexpr int LowBits(int bits) { return bits >= 4 ? 4 : 2; }
+constexpr int HighBits(int bits) { return bits - LowBits(bits); }
+// Of padding and of groups whose scale is 0: level 0 or the smallest positive one.
+constexpr int ZeroCode(int bits) { return 1 << (bits - 1); }
+
+// The integer values of a side's codes, ascending.
+// uniform: -2^(b-1) .. 2^(b-1)-1. Lloyd-Max: the Lloyd-Max quantizer of the unit Gaussian (Max 1960, Lloyd 1982),
+// scaled so that rounding its levels to integers of at most 6 bits costs the least mean squared error; for 5 bits the
+// integers themselves are searched, since no scaling of the ideal levels rounds well. It has no level 0 (symmetric,
 // even count).
-inline constexpr std::array<int8_t, kLevelCount> kUniformLevels = {-8, -7, -6, -5, -4, -3, -2, -1,
-                                                                   0,  1,  2,  3,  4,  5,  6,  7};
-inline constexpr std::array<int8_t, kLevelCount> kLloydMaxLevels = {-20, -15, -12, -9, -7, -5, -3, -1,
-                                                                    1,   3,   5,   7,  9,  12, 15, 20};
-constexpr const std::array<int8_t, kLevelCount>& LevelTable(SideSpec::Levels levels) {
-  return levels == SideSpec::Levels::kLloydMax ? kLloydMaxLevels : kUniformLevels;
+inline constexpr std::array<int8_t, 4> kLloydMax2 = {-10, -3, 3, 10};
+inline constexpr std::array<int8_t, 8> kLloydMax3 = {-26, -16, -9, -3, 3, 9, 16, 26};
+inline constexpr std::array<int8_t, 16> kLloydMax4 = {-20, -15, -12, -9, -7, -5, -3, -1, 1, 3, 5, 7, 9, 12, 15, 20};
+inline constexpr std::array<int8_t, 32> kLloydMax5 = {-26, -21, -18, -16, -14, -12, -10, -9, -8, -7, -6,
+                                                      -5,  -4,  -3,  -2,  -1,  1,   2,   3,  4,  5,  6,
+                                                      7,   8,   9,   10,  12,  14,  16,  18, 21, 26};
+
+struct LevelTable {
+  int count = 0;
+  std::array<int8_t, kMaxLevels> level{};
+};
+constexpr LevelTable MakeLevelTable(int bits, SideSpec::Levels levels) {
+  LevelTable table;
+  table.count = 1 << bits;
+  for (int i = 0; i < table.count; ++i) {
+    const auto at = static_cast<size_t>(i);
+    int level = i - table.count / 2;
+    if (levels == SideSpec::Levels::kLloydMax) {
+      level = bits == 2 ? kLloydMax2[at] : bits == 3 ? kLloydMax3[at] : bits == 4 ? kLloydMax4[at] : kLloydMax5[at];
+    }
+    table.level[at] = static_cast<int8_t>(level);
+  }
+  return table;
 }
 
 // Byte offsets of one side within its cell; every plane starts 64-byte aligned.
@@ -77,12 +123,17 @@ struct SideLayout {
   int32_t dim_padded = 0;  // a multiple of 16
   int32_t n_groups = 0;    // scales per token along the head (1 where a group covers whole rows); 0 for f16
   int32_t rows_per_scale =
-      1;  // consecutive tokens that share a scale: a power of two, more than 1 only where n_groups is 1
+      1;                 // consecutive tokens that share a scale: a power of two, more than 1 only where n_groups is 1
+  bool in_place = true;  // AttendedInPlace(spec)
   uint32_t codes = 0;
-  uint32_t scales = 0;  // f16 [n_groups][kBlockTokens / rows_per_scale]; no plane for f16
+  uint32_t codes_high = 0;  // bits of a code above its plane's own; no plane where there are none
+  uint32_t scales = 0;      // f16 [n_groups][kBlockTokens / rows_per_scale]; no plane for f16
   uint32_t channel_offset =
       0;  // int8 [dim_padded], times the header's k_offset_scale; no plane where the spec has none
   uint32_t end = 0;
+
+  // The basis that values are coded, and by in-place kernels attended, in.
+  bool rotated() const { return in_place && spec.rotate; }
 };
 
 struct CellLayout {
@@ -94,19 +145,21 @@ struct CellLayout {
 // kInvalidArgument where a side can't be coded at this head_dim (< 1 or > 1024) or the spec contradicts itself.
 Result<CellLayout> MakeCellLayout(const CodecSpec& spec, int head_dim_k, int head_dim_v);
 
-// Where a code lies within its plane; for int4, `high` tells the nibble.
+// Where the bits of a code lie within a plane of 1, 2 or 4 bits a code.
 struct CodePlace {
   uint32_t byte = 0;
-  bool high = false;
+  int shift = 0;
 };
-constexpr CodePlace Int4KPlace(const SideLayout& side, int token, int dim) {
-  const int tile = (token / 16) * (side.dim_padded / 8) + dim / 8;
-  return {uint32_t(tile * 64 + (token % 16) * 4 + dim % 4), dim % 8 >= 4};
+constexpr CodePlace PlaceOf(int bits, int lane, int along, int n_along) {
+  const int in_lane = lane % 16 * 4 + along % 4;
+  if (bits == 4) return {uint32_t((lane / 16 * (n_along / 8) + along / 8) * 64 + in_lane), along % 8 / 4 * 4};
+  if (bits == 2) return {uint32_t((lane / 16 * (n_along / 16) + along / 16) * 64 + in_lane), along % 16 / 4 * 2};
+  return {uint32_t((lane / 16 * (n_along / 8) + along / 8) * 16 + along % 8 / 4 * 8 + in_lane / 8), in_lane % 8};
 }
-constexpr CodePlace Int4VPlace(const SideLayout&, int token, int dim) {
-  const int tile = (dim / 16) * (kBlockTokens / 8) + token / 8;
-  return {uint32_t(tile * 64 + (dim % 16) * 4 + token % 4), token % 8 >= 4};
+constexpr CodePlace KeyPlace(const SideLayout& side, int bits, int token, int dim) {
+  return PlaceOf(bits, token, dim, side.dim_padded);
 }
+constexpr CodePlace ValuePlace(int bits, int token, int dim) { return PlaceOf(bits, dim, token, kBlockTokens); }
 constexpr uint32_t Int8KByte(const SideLayout& side, int token, int dim) {
   return uint32_t(((token / 16) * (side.dim_padded / 4) + dim / 4) * 64 + (token % 16) * 4 + dim % 4);
 }

@@ -4,7 +4,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <optional>
+#include <iterator>
 #include <utility>
 
 #include "codec/cell_layout.h"
@@ -31,17 +31,45 @@ std::string_view NextPart(std::string_view* text, char separator) {
   return part;
 }
 
-std::optional<SideSpec::Type> TypeOf(std::string_view word) {
-  if (word == "f16") return SideSpec::Type::kF16;
-  if (word == "int8") return SideSpec::Type::kInt8;
-  if (word == "int4") return SideSpec::Type::kInt4;
-  return std::nullopt;
+using Type = SideSpec::Type;
+using Levels = SideSpec::Levels;
+
+struct NamedType {
+  std::string_view name;
+  Type type;
+};
+constexpr NamedType kTypes[] = {
+    {"f16", Type::kF16},   {"int8", Type::kInt8},       {"int6", Type::kInt6},       {"int5", Type::kInt5},
+    {"int4", Type::kInt4}, {"int3", Type::kInt3},       {"int2", Type::kInt2},       {"f32", Type::kF32},
+    {"bf16", Type::kBf16}, {"fp8e4m3", Type::kFp8E4M3}, {"fp8e5m2", Type::kFp8E5M2}, {"nf4", Type::kNf4},
+    {"fp4", Type::kFp4},   {"tq2", Type::kTq2},         {"tq3", Type::kTq3},         {"tq4", Type::kTq4}};
+
+const NamedType* FindType(std::string_view word) {
+  const auto* found = std::find_if(std::begin(kTypes), std::end(kTypes), [&](const auto& t) { return t.name == word; });
+  return found == std::end(kTypes) ? nullptr : found;
 }
 
-std::string AllowedParts(SideSpec::Type type, bool is_key) {
-  if (type == SideSpec::Type::kF16) return "f16 takes no parts";
-  return fmt::format("{} takes g32, g64 or g128, {}, rot{}", type == SideSpec::Type::kInt4 ? "int4" : "int8",
-                     type == SideSpec::Type::kInt4 ? "sym or lloyd" : "sym", is_key ? ", off" : "; off is for k alone");
+bool TakesNoParts(Type type) {
+  return type == Type::kF16 || type == Type::kF32 || type == Type::kBf16 || type == Type::kFp8E4M3 ||
+         type == Type::kFp8E5M2;
+}
+bool IsTurbo(Type type) { return type == Type::kTq2 || type == Type::kTq3 || type == Type::kTq4; }
+bool IsFloat4(Type type) { return type == Type::kNf4 || type == Type::kFp4; }
+// The types that have every option of the study family.
+bool IsLowInt(Type type) { return type == Type::kInt2 || type == Type::kInt3 || type == Type::kInt4; }
+bool HasLloyd(Type type) { return IsLowInt(type) || type == Type::kInt5; }
+
+std::string AllowedParts(Type type, bool is_key) {
+  const std::string name(TypeName(type));
+  if (TakesNoParts(type)) return name + " takes no parts";
+  if (IsTurbo(type)) return name + " takes qjl alone";
+  std::string text = name + " takes g16, g32, g64 or g128";
+  if (IsLowInt(type)) text += " (t16, t32 or t64 for groups along tokens)";
+  if (!IsFloat4(type)) {
+    text += HasLloyd(type) ? IsLowInt(type) ? ", sym, asym or lloyd" : ", sym or lloyd" : ", sym";
+    if (IsLowInt(type)) text += ", plain, clip, two";
+  }
+  return text + ", rot" + (is_key ? ", off" : "; off is for k alone");
 }
 
 // What parts of a side have been seen, so that a second word for the same thing is an error.
@@ -50,32 +78,50 @@ struct SeenParts {
   bool levels = false;
 };
 
+bool SetGroup(std::string_view part, SideSpec* side) {
+  for (const uint16_t group : {uint16_t{16}, uint16_t{32}, uint16_t{64}, uint16_t{128}}) {
+    if (part.substr(1) != std::to_string(group)) continue;
+    side->along_tokens = part[0] == 't';
+    side->group = group;
+    return !side->along_tokens || (IsLowInt(side->type) && group <= 64);
+  }
+  return false;
+}
+
 // Applies one `:` part to a side; false where the side has no such part or has it already.
 bool ApplyPart(std::string_view part, bool is_key, SideSpec* side, SeenParts* seen) {
-  if (side->type == SideSpec::Type::kF16) return false;
-  if (part == "g32" || part == "g64" || part == "g128") {
-    side->group = part == "g32" ? 32 : part == "g64" ? 64 : 128;
-    return !std::exchange(seen->group, true);
-  }
-  if (part == "sym" || (part == "lloyd" && side->type == SideSpec::Type::kInt4)) {
-    side->levels = part == "sym" ? SideSpec::Levels::kUniform : SideSpec::Levels::kLloydMax;
-    return !std::exchange(seen->levels, true);
+  const Type type = side->type;
+  if (TakesNoParts(type)) return false;
+  if (IsTurbo(type)) return part == "qjl" && !std::exchange(side->qjl, true);
+  if (part.starts_with('g') || (part.starts_with('t') && part != "two")) {
+    return SetGroup(part, side) && !std::exchange(seen->group, true);
   }
   if (part == "rot") return !std::exchange(side->rotate, true);
   if (part == "off" && is_key) return !std::exchange(side->channel_offset, true);
+  if (IsFloat4(type)) return false;
+  if (part == "sym" || (part == "lloyd" && HasLloyd(type)) || (part == "asym" && IsLowInt(type))) {
+    side->levels = part == "sym" ? Levels::kUniform : part == "lloyd" ? Levels::kLloydMax : Levels::kAsymmetric;
+    return !std::exchange(seen->levels, true);
+  }
+  if (!IsLowInt(type)) return false;
+  if (part == "plain") return !std::exchange(side->plain_scale, true);
+  if (part == "clip") return !std::exchange(side->clip, true);
+  if (part == "two") return !std::exchange(side->two_axis, true);
   return false;
 }
 
 Result<SideSpec> ParseSide(std::string_view text, bool is_key) {
   std::string_view rest = text;
   const std::string_view word = NextPart(&rest, ':');
-  const std::optional<SideSpec::Type> type = TypeOf(word);
-  if (!type) {
+  const NamedType* type = FindType(word);
+  if (type == nullptr) {
+    std::string names;
+    for (const NamedType& known : kTypes) names.append(names.empty() ? "" : ", ").append(known.name);
     return Fail(StatusCode::kInvalidArgument,
-                fmt::format("codec: side {} names {}; use f16, int8 or int4", is_key ? "k" : "v", Quoted(word)));
+                fmt::format("codec: side {} names {}; use one of {}", is_key ? "k" : "v", Quoted(word), names));
   }
   SideSpec side;
-  side.type = *type;
+  side.type = type->type;
   SeenParts seen;
   bool more = word.size() < text.size();
   while (more) {
@@ -97,33 +143,95 @@ Result<SideSpec> ParseSide(std::string_view text, bool is_key) {
 }
 
 std::string SideText(const SideSpec& side) {
-  if (side.type == SideSpec::Type::kF16) return "f16";
-  const bool int4 = side.type == SideSpec::Type::kInt4;
-  return fmt::format("{}:g{}:{}{}{}", int4 ? "int4" : "int8", side.group,
-                     side.levels == SideSpec::Levels::kLloydMax ? "lloyd" : "sym", side.rotate ? ":rot" : "",
-                     side.channel_offset ? ":off" : "");
+  std::string text(TypeName(side.type));
+  if (TakesNoParts(side.type)) return text;
+  if (IsTurbo(side.type)) return text + (side.qjl ? ":qjl" : "");
+  text += fmt::format(":{}{}", side.along_tokens ? 't' : 'g', side.group);
+  if (!IsFloat4(side.type)) {
+    text += side.levels == Levels::kLloydMax ? ":lloyd" : side.levels == Levels::kAsymmetric ? ":asym" : ":sym";
+  }
+  if (side.plain_scale) text += ":plain";
+  if (side.clip) text += ":clip";
+  if (side.two_axis) text += ":two";
+  if (side.rotate) text += ":rot";
+  if (side.channel_offset) text += ":off";
+  return text;
+}
+
+CodecPreset Preset(const char* name, const char* idea, const SideSpec& k, const SideSpec& v) {
+  return {name, idea, {k, v, name}};
 }
 
 std::vector<CodecPreset> MakePresets() {
-  using enum SideSpec::Type;
-  using enum SideSpec::Levels;
-  const SideSpec f16;
-  const SideSpec i8_k = {.type = kInt8, .rotate = true, .channel_offset = true, .group = 128};
-  const SideSpec i8_v = {.type = kInt8, .rotate = true, .group = 64};
-  const SideSpec i4_k = {.type = kInt4, .levels = kLloydMax, .rotate = true, .channel_offset = true, .group = 32};
-  const SideSpec i4_v = {.type = kInt4, .levels = kLloydMax, .rotate = true, .group = 64};
+  const auto key = [](Type type, uint16_t group) {
+    return SideSpec{.type = type, .levels = Levels::kLloydMax, .rotate = true, .channel_offset = true, .group = group};
+  };
+  const auto value = [](Type type, uint16_t group) {
+    return SideSpec{.type = type, .levels = Levels::kLloydMax, .rotate = true, .group = group};
+  };
+  SideSpec i8_k = key(Type::kInt8, 128), i8_v = value(Type::kInt8, 64);
+  i8_k.levels = i8_v.levels = Levels::kUniform;
   return {
-      {"f16", "half precision as appended: the reference, 16 bits per element", {f16, f16, "f16"}},
-      {"i8",
-       "8-bit codes after a Hadamard rotation, K around its channel means: next to no loss, half the bytes",
-       {i8_k, i8_v, "i8"}},
-      {"i4",
-       "4-bit Lloyd-Max codes after a Hadamard rotation, K around its channel means: a bit over a quarter of the bytes",
-       {i4_k, i4_v, "i4"}},
+      Preset("f16", "half precision as appended: the reference, 16 bits per element", {}, {}),
+      Preset("i8", "8-bit codes after a Hadamard rotation, K around its channel means: next to no loss, half the bytes",
+             i8_k, i8_v),
+      Preset("i5", "as i4, with 5-bit K: half of i4's loss for half a bit", key(Type::kInt5, 32),
+             value(Type::kInt4, 64)),
+      Preset("i4",
+             "4-bit Lloyd-Max codes after a Hadamard rotation, K around its channel means: a bit over a quarter of the "
+             "bytes",
+             key(Type::kInt4, 32), value(Type::kInt4, 64)),
+      Preset("i43", "as i4, with 3-bit V: a quarter of the bytes", key(Type::kInt4, 32), value(Type::kInt3, 64)),
+      Preset("i3", "3-bit codes: for contexts that fit in no other way", key(Type::kInt3, 32), value(Type::kInt3, 64)),
+  };
+}
+
+std::vector<CodecFamily> MakeFamilies() {
+  return {
+      {"f16", "", "half precision as appended", "k=f16,v=f16"},
+      {"int8", "g16..g128, sym, rot, off", "8-bit codes, absmax scale: next to no loss", "k=int8:g64,v=int8:g64"},
+      {"int6", "g16..g128, sym, rot, off", "6-bit uniform codes, scale searched: for K",
+       "k=int6:g32:rot:off,v=int4:g64:lloyd:rot"},
+      {"int5", "g16..g128, sym or lloyd, rot, off", "5-bit codes: for K",
+       "k=int5:g32:lloyd:rot:off,v=int4:g64:lloyd:rot"},
+      {"int4", "g16..g128 or t16..t64, sym, asym or lloyd, plain, clip, two, rot, off", "4-bit codes",
+       "k=int4:g32:lloyd:rot:off,v=int4:g64:lloyd:rot"},
+      {"int3", "as int4", "3-bit codes: for V", "k=int4:g32:lloyd:rot:off,v=int3:g64:lloyd:rot"},
+      {"int2", "as int4", "2-bit codes; with K per channel and V per token this is KIVI",
+       "k=int2:t32:asym:plain,v=int2:g32:asym:plain"},
+      {"f32", "", "the appended f16 values in 32 bits: what no coding at all would give", "k=f32,v=f32"},
+      {"bf16", "", "8 bits of mantissa: what a bf16 cache costs", "k=bf16,v=bf16"},
+      {"fp8e4m3", "", "8-bit float, 3 bits of mantissa, up to 448, no scale", "k=fp8e4m3,v=fp8e4m3"},
+      {"fp8e5m2", "", "8-bit float, 2 bits of mantissa, up to 57344, no scale", "k=fp8e5m2,v=fp8e5m2"},
+      {"nf4", "g16..g128, rot, off", "4-bit NormalFloat: quantiles of the Gaussian, absmax scale",
+       "k=nf4:g64,v=nf4:g64"},
+      {"fp4", "g16..g128, rot, off", "4-bit float E2M1 with an f16 scale", "k=fp4:g32,v=fp4:g32"},
+      {"tq4", "qjl", "TurboQuant: random rotation, Lloyd-Max on the unit vector, stored norm", "k=tq4,v=tq4"},
+      {"tq3", "qjl", "the same in 3 bits", "k=tq3,v=tq3"},
+      {"tq2", "qjl", "the same in 2 bits", "k=tq2,v=tq2"},
   };
 }
 
 }  // namespace
+
+bool AttendedInPlace(const SideSpec& side) {
+  if (side.along_tokens || side.plain_scale || side.clip || side.two_axis || side.levels == Levels::kAsymmetric) {
+    return false;
+  }
+  return side.type <= Type::kInt6;
+}
+
+std::string_view TypeName(SideSpec::Type type) {
+  for (const NamedType& known : kTypes) {
+    if (known.type == type) return known.name;
+  }
+  return "unknown";
+}
+
+const std::vector<CodecFamily>& CodecFamilies() {
+  static const std::vector<CodecFamily> families = MakeFamilies();
+  return families;
+}
 
 const std::vector<CodecPreset>& CodecPresets() {
   static const std::vector<CodecPreset> presets = MakePresets();

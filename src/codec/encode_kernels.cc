@@ -8,6 +8,8 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "codec/f16.h"
@@ -19,9 +21,12 @@ namespace kvcell::encode_baseline {
 constexpr char kName[] = "baseline";
 #if defined(__x86_64__)
 #define KVCELL_VECTOR_SSE2
+#elif defined(__aarch64__)
+#define KVCELL_VECTOR_NEON
 #endif
 #include "codec/encode_vector.inc"
 #undef KVCELL_VECTOR_SSE2
+#undef KVCELL_VECTOR_NEON
 #include "codec/encode_kernels.inc"
 }  // namespace kvcell::encode_baseline
 

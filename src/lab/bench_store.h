@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "kvcell/status.h"
+#include "lab/bench_row.h"
 
 namespace kvcell {
 
@@ -21,14 +22,6 @@ struct BenchStoreOptions {
   int32_t rounds = 3;  // of each alternating pair
   bool peer = true;    // libllama too: takes a prefill more
   std::function<void(const std::string& what)> on_stage;
-};
-
-struct BenchRow {
-  std::string name;
-  double value = 0;
-  std::string unit;
-  double peer = 0;   // the same of libllama, or what the value is held against; 0: nothing
-  double ratio = 0;  // value over peer; 0 where there is none
 };
 
 struct BenchStoreResult {

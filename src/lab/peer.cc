@@ -57,6 +57,8 @@ llama_context_params ContextParams(const PeerOptions& options) {
   const int n_threads =
       options.n_threads > 0 ? options.n_threads : static_cast<int>(std::thread::hardware_concurrency());
   params.n_ctx = static_cast<uint32_t>(options.context);
+  params.n_seq_max = static_cast<uint32_t>(options.n_sequences);
+  params.kv_unified = options.n_sequences > 1;
   params.n_batch = static_cast<uint32_t>(options.n_ubatch);
   params.n_ubatch = static_cast<uint32_t>(options.n_ubatch);
   params.n_threads = n_threads;
@@ -123,9 +125,53 @@ class LlamaPeer final : public Peer {
     return {StatusCode::kIoError, fmt::format("{}: libllama could not load its state ({})", path, TakeLlamaError())};
   }
 
+  Status Trim(int64_t length) override {
+    if (length >= length_) return OkStatus();
+    if (!llama_memory_seq_rm(llama_get_memory(context_), 0, static_cast<llama_pos>(length), -1)) {
+      return {StatusCode::kInternal, fmt::format("libllama could not cut its sequence to {} tokens", length)};
+    }
+    length_ = length;
+    return OkStatus();
+  }
+
+  void ShareWith(int32_t to) override {
+    llama_memory_seq_cp(llama_get_memory(context_), 0, to, -1, -1);
+    lengths_.resize(std::max(lengths_.size(), static_cast<size_t>(to) + 1));
+    lengths_[static_cast<size_t>(to)] = length_;
+  }
+
+  Status DecodeTo(int32_t sequence, std::span<const Token> tokens, std::vector<float>* logits) override {
+    if (logits != nullptr) logits->clear();
+    for (size_t done = 0; done < tokens.size();) {
+      const size_t n = std::min(tokens.size() - done, static_cast<size_t>(n_batch_));
+      batch_.n_tokens = static_cast<int32_t>(n);
+      for (size_t i = 0; i < n; ++i) {
+        SetRow(i, sequence, tokens[done + i], LengthOf(sequence) + static_cast<int64_t>(i));
+        batch_.logits[i] = logits != nullptr && done + i + 1 == tokens.size();
+      }
+      KVCELL_RETURN_IF_ERROR(RunBatch(logits));
+      LengthOf(sequence) += static_cast<int64_t>(n);
+      done += n;
+    }
+    return OkStatus();
+  }
+
+  Status DecodeEach(std::span<const Token> tokens, std::vector<float>* logits) override {
+    if (logits != nullptr) logits->clear();
+    batch_.n_tokens = static_cast<int32_t>(tokens.size());
+    for (size_t i = 0; i < tokens.size(); ++i) {
+      SetRow(i, static_cast<int32_t>(i), tokens[i], LengthOf(static_cast<int32_t>(i)));
+      batch_.logits[i] = 1;
+    }
+    KVCELL_RETURN_IF_ERROR(RunBatch(logits));
+    for (size_t i = 0; i < tokens.size(); ++i) ++LengthOf(static_cast<int32_t>(i));
+    return OkStatus();
+  }
+
   void Reset() override {
     llama_memory_clear(llama_get_memory(context_), true);
     length_ = 0;
+    lengths_.clear();
   }
 
  private:
@@ -138,6 +184,12 @@ class LlamaPeer final : public Peer {
       batch_.seq_id[i][0] = 0;
       batch_.logits[i] = logits != nullptr && (all_logits || (last && i + 1 == tokens.size()));
     }
+    KVCELL_RETURN_IF_ERROR(RunBatch(logits));
+    length_ += static_cast<int64_t>(tokens.size());
+    return OkStatus();
+  }
+
+  Status RunBatch(std::vector<float>* logits) {
     TakeLlamaError();
     try {
       if (llama_decode(context_, batch_) != 0)
@@ -148,10 +200,21 @@ class LlamaPeer final : public Peer {
     for (int32_t i = 0; i < batch_.n_tokens; ++i) {
       if (!batch_.logits[i]) continue;
       const float* row = llama_get_logits_ith(context_, i);
-      logits->insert(logits->end(), row, row + n_vocab_);
+      if (logits != nullptr) logits->insert(logits->end(), row, row + n_vocab_);
     }
-    length_ += static_cast<int64_t>(tokens.size());
     return OkStatus();
+  }
+
+  void SetRow(size_t row, int32_t sequence, Token token, int64_t position) {
+    batch_.token[row] = token;
+    batch_.pos[row] = static_cast<llama_pos>(position);
+    batch_.n_seq_id[row] = 1;
+    batch_.seq_id[row][0] = sequence;
+  }
+  int64_t& LengthOf(int32_t sequence) {
+    if (sequence == 0) return length_;
+    lengths_.resize(std::max(lengths_.size(), static_cast<size_t>(sequence) + 1));
+    return lengths_[static_cast<size_t>(sequence)];
   }
 
   llama_model* model_;
@@ -161,9 +224,24 @@ class LlamaPeer final : public Peer {
   int32_t n_vocab_ = 0;
   int64_t limit_;
   int64_t length_ = 0;
+  std::vector<int64_t> lengths_;  // of the sequences after the first
 };
 
 }  // namespace
+
+Status WriteQ4Copy(const std::string& from, const std::string& to) {
+  SilenceLlama();
+  TakeLlamaError();
+  llama_model_quantize_params params = llama_model_quantize_default_params();
+  params.ftype = LLAMA_FTYPE_MOSTLY_Q4_0;
+  params.allow_requantize = true;
+  try {
+    if (llama_model_quantize(from.c_str(), to.c_str(), &params) == 0) return OkStatus();
+  } catch (const std::exception& e) {
+    return {StatusCode::kInternal, fmt::format("{}: libllama could not make a q4_0 copy ({})", from, e.what())};
+  }
+  return {StatusCode::kIoError, fmt::format("{}: libllama could not make a q4_0 copy ({})", from, TakeLlamaError())};
+}
 
 Result<std::unique_ptr<Peer>> Peer::Load(const std::string& path, const PeerOptions& options) {
   if (options.n_ubatch < 1 || options.context < 1 || options.context > (int64_t{1} << 30))

@@ -4,8 +4,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <filesystem>
-#include <fstream>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
@@ -13,7 +11,9 @@
 
 #include "base/checksum.h"
 #include "kvcell/cache.h"
+#include "lab/kv_data.h"
 #include "lab/peer.h"
+#include "lab/progress_state.h"
 #include "model/model.h"
 
 namespace kvcell {
@@ -176,7 +176,11 @@ class Run {
     if (options_.context < 2 || options_.windows < 1 || options_.chunk < 1) {
       return Status(StatusCode::kInvalidArgument, "context, windows and chunk must be positive");
     }
-    if (options_.weights_f32) KVCELL_RETURN_IF_ERROR(UseF32Copy());
+    if (options_.weights_f32) {
+      auto copy = F32CopyOf(path_);
+      if (!copy) return copy.error();
+      path_ = *copy;
+    }
     auto model =
         Model::Load(path_, {.n_threads = options_.n_threads, .max_batch = static_cast<int32_t>(options_.chunk)});
     if (!model) return model.error();
@@ -194,26 +198,6 @@ class Run {
       return Status(StatusCode::kInvalidArgument,
                     fmt::format("the text has {} tokens, but one window takes {}", tokens_.size(), options_.context));
     }
-    return OkStatus();
-  }
-
-  // The copy lies beside the model's digest in the user's cache directory, made once.
-  Status UseF32Copy() {
-    const char* home = std::getenv("HOME");
-    const char* cache = std::getenv("XDG_CACHE_HOME");
-    const std::filesystem::path directory =
-        std::filesystem::path(
-            cache != nullptr && *cache != '\0' ? cache : fmt::format("{}/.cache", home == nullptr ? "/tmp" : home)) /
-        "kvcell";
-    std::error_code error;
-    const auto size = std::filesystem::file_size(path_, error);
-    if (error) return Status(StatusCode::kNotFound, fmt::format("can't read {}: {}", path_, error.message()));
-    const auto written = std::filesystem::last_write_time(path_, error).time_since_epoch().count();
-    std::filesystem::create_directories(directory, error);
-    const std::string key = fmt::format("{}:{}:{}", std::filesystem::absolute(path_).string(), size, written);
-    const auto copy = directory / fmt::format("{:016x}.f32.gguf", Checksum64(std::as_bytes(std::span(key))));
-    if (!std::filesystem::exists(copy)) KVCELL_RETURN_IF_ERROR(WriteF32Copy(path_, copy.string()));
-    path_ = copy.string();
     return OkStatus();
   }
 
@@ -312,40 +296,35 @@ class Run {
   }
 
   void ReadState() {
-    if (options_.state.empty()) return;
-    std::ifstream file(options_.state);
-    const Json state = Json::parse(file, nullptr, /*allow_exceptions=*/false);
+    state_ = ProgressState(options_.state, StateKey());
+    const Json& kept = state_.values();
     try {
-      if (state.is_discarded() || state.at("key").get<std::string>() != StateKey()) return;
+      if (kept.empty()) return;
       std::vector<Scores> scores(candidates_.size());
       for (size_t c = 0; c < scores.size(); ++c) {
-        const Json& row = state.at("rows").at(c);
+        const Json& row = kept.at("rows").at(c);
         scores[c] = {row.at("nll"), row.at("kld"), row.at("same_top"), row.at("window_kld"), row.at("bits_all_in")};
       }
-      floor_ = state.at("floor").get<std::vector<double>>();
-      done_ = std::min(state.at("windows").get<int64_t>(), n_windows_);
+      floor_ = kept.at("floor").get<std::vector<double>>();
+      done_ = std::min(kept.at("windows").get<int64_t>(), n_windows_);
       scores_ = std::move(scores);
     } catch (const Json::exception&) {
       done_ = 0;  // not a state of ours: measure again
     }
   }
 
-  Status WriteState(int64_t windows) const {
+  Status WriteState(int64_t windows) {
     if (options_.state.empty()) return OkStatus();
-    Json state{{"key", StateKey()}, {"windows", windows}, {"floor", floor_}, {"rows", Json::array()}};
+    Json rows = Json::array();
     for (const Scores& s : scores_) {
-      state["rows"].push_back({{"nll", s.nll},
-                               {"kld", s.kld},
-                               {"same_top", s.same_top},
-                               {"window_kld", s.window_kld},
-                               {"bits_all_in", s.bits_all_in}});
+      rows.push_back({{"nll", s.nll},
+                      {"kld", s.kld},
+                      {"same_top", s.same_top},
+                      {"window_kld", s.window_kld},
+                      {"bits_all_in", s.bits_all_in}});
     }
-    const std::string temporary = options_.state + ".tmp";
-    std::ofstream(temporary) << state;
-    std::error_code error;
-    std::filesystem::rename(temporary, options_.state, error);
-    if (error) return Status(StatusCode::kIoError, fmt::format("can't write {}: {}", options_.state, error.message()));
-    return OkStatus();
+    state_.values() = {{"windows", windows}, {"floor", floor_}, {"rows", rows}};
+    return state_.Write();
   }
 
   static double Mean(const std::vector<double>& values) {
@@ -363,7 +342,10 @@ class Run {
     result.context = options_.context;
     result.windows = n_windows_;
     result.positions = static_cast<int64_t>(scores_[0].kld.size());
-    if (options_.peer) result.floor_kld = Mean(floor_);
+    if (options_.peer) {
+      result.floor_kld = Mean(floor_);
+      result.ppl_difference = std::abs(std::exp(Mean(scores_[0].nll) - Mean(scores_[peer_f16_].nll)) - 1.0);
+    }
     for (size_t c = 0; c < candidates_.size(); ++c) {
       const Scores& s = scores_[c];
       QualityRow row;
@@ -396,6 +378,7 @@ class Run {
   size_t peer_f16_ = 0;
   std::vector<Scores> scores_;
   std::vector<double> floor_;
+  ProgressState state_{"", ""};
 };
 
 }  // namespace

@@ -12,25 +12,25 @@
 namespace kvcell {
 
 struct QualityOptions {
-  std::string model;                // GGUF file
-  std::string text;                 // cut into windows of `context` tokens, from the start
-  int64_t context = 2048;           // tokens per window
-  int64_t windows = 16;             // fewer where the text ends
-  int64_t chunk = 64;               // tokens per step
-  std::vector<std::string> codecs;  // specs or presets, each with the cache's default sinks
+  std::string model = {};                // GGUF file
+  std::string text = {};                 // cut into windows of `context` tokens, from the start
+  int64_t context = 2048;                // tokens per window
+  int64_t windows = 16;                  // fewer where the text ends
+  int64_t chunk = 64;                    // tokens per step
+  std::vector<std::string> codecs = {};  // specs or presets, each with the cache's default sinks
   int32_t sinks = 4;
   int32_t recent_blocks = 0;
   bool peer = false;         // libllama f16, q8_0 and q4_0 too
   bool weights_f32 = false;  // on a copy with all weights in f32: without it two exact attention paths already differ
   int32_t n_threads = 0;
-  std::string state;  // file that finished windows are kept in, to go on from; "": none
-  std::function<void(int64_t done, int64_t total)> on_window;
-  std::function<bool()> should_stop;
+  std::string state = {};  // file that finished windows are kept in, to go on from; "": none
+  std::function<void(int64_t done, int64_t total)> on_window = {};
+  std::function<bool()> should_stop = {};
 };
 
 struct QualityRow {
-  std::string engine;  // "kvcell" or "libllama"
-  std::string codec;
+  std::string engine = {};  // "kvcell" or "libllama"
+  std::string codec = {};
   double bits = 0;         // of sealed cells
   double bits_all_in = 0;  // everything that is kept at this context, exact tokens too
   double ppl = 0;
@@ -41,9 +41,10 @@ struct QualityRow {
 struct QualityResult {
   int64_t context = 0;
   int64_t windows = 0;
-  int64_t positions = 0;  // scored: the second half of each window
-  double floor_kld = 0;   // our f16 against libllama's: what exact paths already differ by; 0 without --peer
-  std::vector<QualityRow> rows;
+  int64_t positions = 0;      // scored: the second half of each window
+  double floor_kld = 0;       // our f16 against libllama's: what exact paths already differ by; 0 without --peer
+  double ppl_difference = 0;  // of the two f16 perplexities, relative: a check of the scores; 0 without --peer
+  std::vector<QualityRow> rows = {};
 };
 
 // kNotFound, kInvalidArgument (codec, context beyond the model, text shorter than a window), kCancelled (finished

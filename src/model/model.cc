@@ -169,7 +169,7 @@ class GgufModel final : public Model {
     if (!graph) return graph.error();
     std::vector<StepItem> items;
     items.reserve(steps.size());
-    for (const ModelStep& step : steps) items.push_back({step.sequence, step.tokens});
+    for (const ModelStep& step : steps) items.push_back({step.sequence, step.tokens, step.draft});
 
     KVCELL_RETURN_IF_ERROR(cache->Begin(items));
     Fill((*graph)->tokens, rows.tokens);

@@ -49,6 +49,7 @@ struct ModelStep {
   std::span<const Token> tokens;
   bool want_logits = false;      // of the last token
   bool want_all_logits = false;  // of every token (perplexity); implies want_logits
+  bool draft = false;            // StepItem::draft: a guess that Cache::Trim may take back
 };
 
 // Thread-compatible.

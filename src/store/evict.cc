@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "base/clock.h"
 #include "store/store_impl.h"
@@ -12,6 +13,8 @@ namespace {
 
 constexpr uint64_t kStatBlock = 512;  // what st_blocks counts in: space really taken, holes left out
 constexpr int64_t kExpiryPeriodSeconds = 60;
+// SQLite writes its log back after about as much of its own accord, but leaves the file as long as it ever was.
+constexpr int64_t kMostLogBytes = int64_t{4} << 20;
 
 }  // namespace
 
@@ -60,8 +63,9 @@ Status StoreImpl::MakeRoom(uint64_t bytes) {
   return OkStatus();
 }
 
-// Takes from the sessions that were not used for the longest, each from its end: a prefix stays of use, blocks behind a
-// gap are none. kNoSpace where nothing could be taken any more.
+// Prefixes that were published go first: whoever misses one computes it again and nothing more is lost. Then sessions,
+// those that were not used for the longest, each from its end: a prefix stays of use, blocks behind a gap are none.
+// kNoSpace where nothing could be taken any more.
 Status StoreImpl::EvictBytes(uint64_t bytes) {
   std::vector<std::string> damaged;
   auto rows = index_->ListSessions(Spaces::kAll, &damaged);
@@ -69,8 +73,10 @@ Status StoreImpl::EvictBytes(uint64_t bytes) {
   std::ranges::sort(*rows, [](const SessionRow& a, const SessionRow& b) {
     return a.last_used != b.last_used ? a.last_used < b.last_used : a.revision < b.revision;
   });
-  uint64_t freed = 0;
-  bool any = false;
+  const auto of_prefixes = TakePrefixes(bytes, std::numeric_limits<int64_t>::max());
+  if (!of_prefixes) return of_prefixes.error();
+  uint64_t freed = *of_prefixes;
+  bool any = freed > 0;
   for (const auto& row : *rows) {
     if (freed >= bytes) break;
     // Its lock says that a process has it open, be it this one.
@@ -137,6 +143,7 @@ void StoreImpl::RemoveExpired() {
   const int64_t now = UnixSeconds();
   if (options_.ttl_seconds == 0 || now < next_expiry_) return;
   next_expiry_ = now + std::min(options_.ttl_seconds, kExpiryPeriodSeconds);
+  (void)TakePrefixes(kMaxOffset, now - options_.ttl_seconds);
   std::vector<std::string> damaged;
   const auto rows = index_->ListSessions(Spaces::kAll, &damaged);
   if (!rows) return;  // told by whoever asks for a session
@@ -158,6 +165,18 @@ void StoreImpl::TrimIndex() {
   if (free_pages && pages && *free_pages * 4 > *pages) (void)database.Run("VACUUM");
   (void)sqlite3_wal_checkpoint_v2(database.handle(), nullptr, SQLITE_CHECKPOINT_TRUNCATE, nullptr, nullptr);
   sqlite3_busy_timeout(database.handle(), kBusyMilliseconds);
+}
+
+void StoreImpl::TruncateLog() {
+  sqlite3* const handle = index_->database().handle();
+  sqlite3_busy_timeout(handle, 0);
+  (void)sqlite3_wal_checkpoint_v2(handle, nullptr, SQLITE_CHECKPOINT_TRUNCATE, nullptr, nullptr);
+  sqlite3_busy_timeout(handle, kBusyMilliseconds);
+}
+
+void StoreImpl::TrimLog() {
+  struct stat info = {};
+  if (calls_.StatAt(directory_.fd(), "store.db-wal", &info) == 0 && info.st_size > kMostLogBytes) TruncateLog();
 }
 
 }  // namespace kvcell

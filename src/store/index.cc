@@ -14,6 +14,7 @@
 #include <set>
 
 #include "base/checksum.h"
+#include "store/prefix_index.h"
 
 namespace kvcell {
 namespace {
@@ -36,6 +37,13 @@ constexpr const char* kSchema = R"(
   CREATE INDEX session_blocks_by_block ON session_blocks(block);
   CREATE TABLE extents(segment INTEGER NOT NULL, offset INTEGER NOT NULL, n_blocks INTEGER NOT NULL, shape BLOB NOT NULL,
     freed BLOB NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY(segment, offset)) WITHOUT ROWID;
+)";
+
+// Added by format 2, with the prefix tree's tables: a checksum for each part of a session's data, so that one that is
+// damaged doesn't take the others with it.
+constexpr const char* kPartsSchema = R"(
+  CREATE TABLE session_parts(session INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, exact INTEGER NOT NULL,
+    logits INTEGER NOT NULL, extras INTEGER NOT NULL, checksum INTEGER NOT NULL);
 )";
 
 constexpr size_t kTokenBytes = kBlockTokens * sizeof(Token);
@@ -79,6 +87,13 @@ uint64_t DataChecksum(int64_t session, std::span<const std::byte> tokens, std::s
   out.Put(session);
   for (const auto& part : {tokens, exact, logits, extras}) out.Put(uint64_t{part.size()}).Put(Checksum64(part));
   return RowChecksum("session_data", std::move(out));
+}
+
+uint64_t PartsChecksum(int64_t session, uint64_t revision, std::span<const uint64_t> parts) {
+  ByteWriter out;
+  out.Put(session).Put(revision);
+  for (const uint64_t part : parts) out.Put(part);
+  return RowChecksum("session_parts", std::move(out));
 }
 
 void PutPlace(ByteWriter* out, const std::optional<BlockPlace>& place) {
@@ -150,6 +165,8 @@ constexpr uint64_t kNamesColumn = 0;
 std::string HexText(std::span<const uint8_t> bytes) { return fmt::format("{:02x}", fmt::join(bytes, "")); }
 
 }  // namespace
+
+PrefixIndex Index::prefixes() { return {*database_, store_id_, cipher_.get()}; }
 
 std::string Index::RowName(std::string_view space, std::string_view name) const {
   // A name holds no '/', so that no two pairs give one text.
@@ -403,7 +420,7 @@ Status Index::Found(const StoreOptions& options) {
   const std::string marks =
       fmt::format("PRAGMA application_id={}; PRAGMA user_version={};", kIndexApplicationId, kIndexFormat);
   KVCELL_RETURN_IF_ERROR(database_->Run(marks.c_str()));
-  KVCELL_RETURN_IF_ERROR(database_->Run(kSchema));
+  for (const char* schema : {kSchema, kPartsSchema, kPrefixSchema}) KVCELL_RETURN_IF_ERROR(database_->Run(schema));
   KVCELL_RETURN_IF_ERROR(PutMeta("store_id", std::as_bytes(std::span(id))));
   KVCELL_RETURN_IF_ERROR(PutCount("next_generation", 1));
   KVCELL_RETURN_IF_ERROR(PutCount("commits", 0));
@@ -426,7 +443,7 @@ Status Index::Recognise(const StoreOptions& options) {
     found = *row ? version.GetInt(0) : 0;
   }
   KVCELL_RETURN_IF_ERROR(CheckVersion(path(), found));
-  KVCELL_RETURN_IF_ERROR(CheckSchema());
+  KVCELL_RETURN_IF_ERROR(CheckSchema(found));
   const auto id = GetMeta("store_id");
   if (!id) return id.error();
   if (id->size() != store_id_.size()) return RowDamaged(path(), "the store's number");
@@ -435,7 +452,8 @@ Status Index::Recognise(const StoreOptions& options) {
   return OpenCipher(options);
 }
 
-// Format 1 had neither counts of commits and moves, nor namespaces, nor encryption; all of its rows stay as they are.
+// Format 1 had neither counts of commits and moves, nor checksums of a session's parts, nor namespaces, nor encryption,
+// nor, at first, a prefix tree; all of its rows stay as they are.
 Status Index::Upgrade() {
   Transaction transaction(*database_);
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
@@ -444,6 +462,10 @@ Status Index::Upgrade() {
     if (!there) return there.error();
     if (!*there) KVCELL_RETURN_IF_ERROR(PutCount(key, 0));
   }
+  const auto parts = Query(*database_, "SELECT 1 FROM sqlite_master WHERE name='session_parts'").Step();
+  if (!parts) return parts.error();
+  if (!*parts) KVCELL_RETURN_IF_ERROR(database_->Run(kPartsSchema));
+  KVCELL_RETURN_IF_ERROR(prefixes().Found());
   KVCELL_RETURN_IF_ERROR(database_->Run(fmt::format("PRAGMA user_version={}", kIndexFormat).c_str()));
   return transaction.Commit();
 }
@@ -483,7 +505,7 @@ Status Index::OpenCipher(const StoreOptions& options) {
 
 // The statements that made the tables must stand in the file as they were: a changed one would change what queries
 // mean.
-Status Index::CheckSchema() {
+Status Index::CheckSchema(int64_t format) {
   std::set<std::string> statements;
   Query query(*database_, "SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL");
   for (;;) {
@@ -492,7 +514,8 @@ Status Index::CheckSchema() {
     if (!*more) break;
     statements.insert(query.GetText(0));
   }
-  for (std::string_view rest = kSchema;;) {
+  const std::string all = format < 2 ? std::string(kSchema) : std::string(kSchema) + kPartsSchema + kPrefixSchema;
+  for (std::string_view rest = all;;) {
     const size_t begin = rest.find("CREATE");
     if (begin == std::string_view::npos) return OkStatus();
     const size_t end = rest.find(';');
@@ -642,18 +665,22 @@ Result<std::vector<SessionRow>> Index::ListSessions(Spaces spaces, std::vector<s
   return rows;
 }
 
-Status Index::ReadSessionData(const SessionRow& row, SessionRecord* record) {
+Status Index::ReadSessionData(const SessionRow& row, SessionRecord* record, SessionDamage* damage) {
   Query query(*database_, "SELECT tokens, exact, logits, extras FROM session_data WHERE session=?");
   const auto found = query.Int(row.id).Step();
-  if (!found) return found.error();
-  const Status damaged = RowDamaged(path(), fmt::format("the data of session '{}'", row.name));
-  if (!*found) return damaged;
-  const uint64_t checksum = DataChecksum(row.id, query.GetBlob(kTokens), query.GetBlob(kExact), query.GetBlob(kLogits),
-                                         query.GetBlob(kExtras));
-  if (checksum != row.data_checksum) return damaged;
+  *damage = {true, true, true, true};
+  if (!found) return found.error().code() == StatusCode::kCorruption ? OkStatus() : found.error();
+  if (!*found) return OkStatus();
+  const std::array<std::span<const std::byte>, kDataColumns> columns = {query.GetBlob(kTokens), query.GetBlob(kExact),
+                                                                        query.GetBlob(kLogits), query.GetBlob(kExtras)};
+  const bool whole = DataChecksum(row.id, columns[kTokens], columns[kExact], columns[kLogits], columns[kExtras]) ==
+                     row.data_checksum;
+  std::array<bool, kDataColumns> sound{whole, whole, whole, whole};
+  if (!whole) KVCELL_RETURN_IF_ERROR(CheckParts(row, columns, sound));
   const auto copy = [&](DataColumn column, auto* to) {
     using Value = typename std::remove_pointer_t<decltype(to)>::value_type;
-    auto bytes = query.GetBlob(static_cast<int>(column));
+    if (!sound[column]) return false;
+    auto bytes = columns[column];
     std::optional<std::vector<std::byte>> opened;
     if (cipher_ != nullptr) {
       opened = cipher_->Unseal(bytes, About("session_data", row.id, row.revision * kDataColumns + column));
@@ -665,10 +692,29 @@ Status Index::ReadSessionData(const SessionRow& row, SessionRecord* record) {
     if (!bytes.empty()) std::memcpy(to->data(), bytes.data(), bytes.size());
     return true;
   };
-  if (!copy(kTokens, &record->tokens) || !copy(kExact, &record->exact) || !copy(kLogits, &record->logits) ||
-      !copy(kExtras, &record->extras) || static_cast<int64_t>(record->tokens.size()) != row.n_tokens) {
-    return damaged;
-  }
+  damage->tokens =
+      !copy(kTokens, &record->tokens) || static_cast<int64_t>(record->tokens.size()) != row.n_tokens;
+  damage->exact = !copy(kExact, &record->exact);
+  damage->logits = !copy(kLogits, &record->logits);
+  damage->extras = !copy(kExtras, &record->extras);
+  if (damage->tokens) record->tokens.clear();
+  return OkStatus();
+}
+
+Status Index::CheckParts(const SessionRow& row, std::span<const std::span<const std::byte>> columns,
+                         std::span<bool> sound) {
+  Query there(*database_, "SELECT 1 FROM sqlite_master WHERE name='session_parts'");
+  const auto has = there.Step();
+  if (!has) return has.error();
+  if (!*has) return OkStatus();
+  Query query(*database_, "SELECT tokens, exact, logits, extras, checksum FROM session_parts WHERE session=?");
+  const auto found = query.Int(row.id).Step();
+  if (!found) return found.error().code() == StatusCode::kCorruption ? OkStatus() : found.error();
+  if (!*found) return OkStatus();
+  std::array<uint64_t, kDataColumns> parts{};
+  for (size_t i = 0; i < parts.size(); ++i) parts[i] = query.GetUint(static_cast<int>(i));
+  if (PartsChecksum(row.id, row.revision, parts) != query.GetUint(kDataColumns)) return OkStatus();
+  for (size_t i = 0; i < parts.size(); ++i) sound[i] = Checksum64(columns[i]) == parts[i];
   return OkStatus();
 }
 
@@ -725,6 +771,12 @@ Status Index::WriteSession(SessionRow* row, const SessionRecord& record) {
   }
   row->data_checksum = DataChecksum(row->id, columns[kTokens], columns[kExact], columns[kLogits], columns[kExtras]);
   KVCELL_RETURN_IF_ERROR(WriteSessionRow(*row));
+  std::array<uint64_t, kDataColumns> parts{};
+  for (size_t i = 0; i < parts.size(); ++i) parts[i] = Checksum64(columns[i]);
+  Query write_parts(*database_, "INSERT OR REPLACE INTO session_parts VALUES(?,?,?,?,?,?)");
+  write_parts.Int(row->id);
+  for (const uint64_t part : parts) write_parts.Int(part);
+  KVCELL_RETURN_IF_ERROR(write_parts.Int(PartsChecksum(row->id, row->revision, parts)).Run());
   return Query(*database_,
                "INSERT INTO session_data VALUES(?,?,?,?,?) ON CONFLICT(session) DO UPDATE SET tokens=excluded.tokens,"
                "exact=excluded.exact, logits=excluded.logits, extras=excluded.extras")
@@ -739,6 +791,7 @@ Status Index::WriteSession(SessionRow* row, const SessionRecord& record) {
 Status Index::DeleteSession(int64_t id) {
   KVCELL_RETURN_IF_ERROR(DeleteLinksFrom(id, 0));
   KVCELL_RETURN_IF_ERROR(Query(*database_, "DELETE FROM session_data WHERE session=?").Int(id).Run());
+  KVCELL_RETURN_IF_ERROR(Query(*database_, "DELETE FROM session_parts WHERE session=?").Int(id).Run());
   return Query(*database_, "DELETE FROM sessions WHERE id=?").Int(id).Run();
 }
 
@@ -768,8 +821,9 @@ Result<std::vector<std::optional<BlockRow>>> Index::ReadSessionBlocks(const Sess
         LinkChecksum(row.id, position, block->id, block->stored_key) != query.GetUint(2)) {
       continue;
     }
-    const auto part = tokens.subspan(static_cast<size_t>(position) * kBlockTokens, kBlockTokens);
-    if (std::ranges::equal(block->record.tokens, part)) blocks[static_cast<size_t>(position)] = std::move(block);
+    // Where the session's own tokens are damaged, those of its blocks stand for them.
+    const auto begin = static_cast<size_t>(position) * kBlockTokens;
+    if (tokens.empty() || std::ranges::equal(block->record.tokens, tokens.subspan(begin, kBlockTokens))) blocks[static_cast<size_t>(position)] = std::move(block);
   }
 }
 
@@ -829,17 +883,30 @@ Result<std::optional<BlockRow>> Index::FindBlock(int64_t id) {
   return *found ? GetBlock(query, 0) : std::nullopt;
 }
 
+// Where a session has a block, or else where the prefix tree has it.
+#define KVCELL_BLOCK_POSITION                                                             \
+  "COALESCE((SELECT position FROM session_blocks WHERE block=blocks.id LIMIT 1)," \
+  "(SELECT depth FROM prefix_nodes WHERE block=blocks.id))"
+
 Result<std::optional<std::pair<BlockRow, int64_t>>> Index::NextBlock(int64_t id) {
-  Query query(*database_, "SELECT " KVCELL_BLOCK_COLUMNS
-                          ",session_blocks.position FROM blocks JOIN session_blocks ON session_blocks.block=blocks.id "
-                          "WHERE blocks.id>? ORDER BY blocks.id");
+  Query query(*database_, "SELECT " KVCELL_BLOCK_COLUMNS "," KVCELL_BLOCK_POSITION
+                          " FROM blocks WHERE blocks.id>? ORDER BY blocks.id");
   query.Int(id);
   for (;;) {
     const auto more = query.Step();
     if (!more) return Fail(more.error());
     if (!*more) return std::nullopt;
+    if (query.IsNull(13)) continue;
     if (auto row = GetBlock(query, 0)) return std::pair(std::move(*row), query.GetInt(13));
   }
+}
+
+Result<std::optional<int64_t>> Index::BlockPosition(int64_t block) {
+  Query query(*database_, "SELECT " KVCELL_BLOCK_POSITION " FROM blocks WHERE blocks.id=?");
+  const auto found = query.Int(block).Step();
+  if (!found) return Fail(found.error());
+  if (!*found || query.IsNull(0)) return std::nullopt;
+  return query.GetInt(0) * kBlockTokens;
 }
 
 Status Index::WriteBlock(BlockRow* row) {
@@ -901,7 +968,9 @@ Result<std::vector<BlockRow>> Index::BlocksInSegment(uint64_t segment) {
 }
 
 Result<int64_t> Index::CountUsers(int64_t block) {
-  Query query(*database_, "SELECT count(*) FROM session_blocks WHERE block=?");
+  Query query(*database_,
+              "SELECT (SELECT count(*) FROM session_blocks WHERE block=?1) + "
+              "(SELECT count(*) FROM prefix_nodes WHERE block=?1 AND held<>0)");
   const auto row = query.Int(block).Step();
   if (!row) return Fail(row.error());
   return *row ? query.GetInt(0) : 0;
@@ -911,7 +980,8 @@ Result<std::vector<ExtentKey>> Index::DeleteUnusedBlocks(std::span<const int64_t
   std::set<ExtentKey> extents;
   Query find(*database_,
              "SELECT segment0,offset0,segment1,offset1 FROM blocks WHERE id=? AND NOT EXISTS("
-             "SELECT 1 FROM session_blocks WHERE block=blocks.id)");
+             "SELECT 1 FROM session_blocks WHERE block=blocks.id) AND NOT EXISTS("
+             "SELECT 1 FROM prefix_nodes WHERE block=blocks.id AND held<>0)");
   Query remove(*database_, "DELETE FROM blocks WHERE id=?");
   for (const int64_t id : ids) {
     const auto unused = find.Int(id).Step();
@@ -920,6 +990,7 @@ Result<std::vector<ExtentKey>> Index::DeleteUnusedBlocks(std::span<const int64_t
       if (!find.IsNull(0)) extents.insert({find.GetUint(0), find.GetUint(1)});
       if (!find.IsNull(2)) extents.insert({find.GetUint(2), find.GetUint(3)});
       KVCELL_FAIL_IF_ERROR(remove.Int(id).Run());
+      KVCELL_FAIL_IF_ERROR(prefixes().Forget(id));
     }
     find.Reset();
   }

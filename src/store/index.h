@@ -26,6 +26,8 @@ inline constexpr uint32_t kIndexFormat = 2;                  // PRAGMA user_vers
 inline constexpr uint32_t kOldestIndexFormat = 1;            // read, and raised to kIndexFormat by who writes
 inline constexpr uint32_t kIndexApplicationId = 0x4b56434c;  // "KVCL", PRAGMA application_id
 
+class PrefixIndex;
+
 // A session's row but for its bulk, which lies in a row of its own so that listing stays cheap.
 struct SessionRow {
   int64_t id = 0;
@@ -58,6 +60,12 @@ struct ExtentRow {
 
   uint64_t block_bytes() const { return BlockBytes(shape).value_or(0); }
   ExtentRange range() const { return {key.offset - ExtentHeaderBytes(shape), key.offset + block_bytes() * n_blocks}; }
+};
+
+// Which parts of a session's data fail their checksums. Without a sound row of checksums that is all of them.
+struct SessionDamage {
+  bool tokens = false, exact = false, logits = false, extras = false;
+  bool any() const { return tokens || exact || logits || extras; }
 };
 
 // Which block a session has at a position, as its row says it, unchecked.
@@ -101,6 +109,12 @@ class Index {
   Database& database() { return *database_; }
   // Null where the store is not encrypted.
   const Cipher* cipher() const { return cipher_.get(); }
+  // The prefix tree's tables; not to outlive this.
+  PrefixIndex prefixes();
+  // What a block's row is found by.
+  std::vector<std::byte> StoredKey(const BlockKey& key) const;
+  // Whether a block was stored under the namespace that the store was opened for.
+  bool IsOfOwnSpace(const BlockRow& row) const { return StoredKey(row.record.key) == row.stored_key; }
   // What a session is found by, in rows and lock files: its namespace and name, or their keyed digest.
   std::string RowName(std::string_view space, std::string_view name) const;
   std::string RowName(std::string_view name) const { return RowName(space_, name); }
@@ -121,8 +135,8 @@ class Index {
   Result<std::vector<SessionRow>> ListSessions(Spaces spaces, std::vector<std::string>* damaged);
   // Notes that a session was used now.
   Status TouchSession(SessionRow row, int64_t now);
-  // Fills tokens, exact part, logits and extras.
-  Status ReadSessionData(const SessionRow& row, SessionRecord* record);
+  // Fills tokens, exact part, logits and extras; those that fail their checksums stay empty and are told in `damage`.
+  Status ReadSessionData(const SessionRow& row, SessionRecord* record, SessionDamage* damage);
   // Inserts (row->id 0) or updates a session with its data; sets id, data_bytes and data_checksum.
   Status WriteSession(SessionRow* row, const SessionRecord& record);
   // Deletes a session, its data and links.
@@ -130,7 +144,8 @@ class Index {
   // The id of a session's row whatever its state, so that a damaged one can be replaced or removed.
   Result<std::optional<int64_t>> SessionId(const std::string& name);
 
-  // The session's blocks by position; nothing in the place of one whose rows are missing, damaged or of other tokens.
+  // The session's blocks by position; nothing in the place of one whose rows are missing, damaged or of other
+  // tokens; `tokens` may be empty: unknown.
   Result<std::vector<std::optional<BlockRow>>> ReadSessionBlocks(const SessionRow& row, std::span<const Token> tokens);
   // What such a place means, for people.
   std::string BlockDamage(const SessionRow& row, size_t position) const;
@@ -142,14 +157,17 @@ class Index {
 
   // Sound blocks of this key; those that fail their checksum are given by id alone in `damaged`.
   Result<std::vector<BlockRow>> FindBlocks(const BlockKey& key, std::vector<int64_t>* damaged);
+  // The block of a row; nothing where it is gone or damaged.
   Result<std::optional<BlockRow>> FindBlock(int64_t id);
-  // The first sound block with a greater id, and a position that a session has it at; nothing at the end.
+  // The first sound block with a greater id, and the position that a session or prefix has it at; nothing at the end.
   Result<std::optional<std::pair<BlockRow, int64_t>>> NextBlock(int64_t id);
   // Inserts (id 0, set then) or updates.
   Status WriteBlock(BlockRow* row);
-  // Sessions that use a block, once for each position.
+  // The position of a block's first token, as a session or the prefix tree has it.
+  Result<std::optional<int64_t>> BlockPosition(int64_t block);
+  // Sessions that use a block, once for each position, and the prefix tree where it keeps it.
   Result<int64_t> CountUsers(int64_t block);
-  // Deletes those of the blocks that no session uses; returns the extents they had cells in.
+  // Deletes those of the blocks that neither sessions nor kept prefixes use; returns the extents they had cells in.
   Result<std::vector<ExtentKey>> DeleteUnusedBlocks(std::span<const int64_t> ids);
 
   Result<std::optional<ExtentRow>> FindExtent(const ExtentKey& key);
@@ -175,7 +193,7 @@ class Index {
       : database_(std::move(database)), space_(options.name_space) {}
   Status Found(const StoreOptions& options);
   Status Recognise(const StoreOptions& options);
-  Status CheckSchema();
+  Status CheckSchema(int64_t format);
   Status OpenCipher(const StoreOptions& options);
   Status Upgrade();
   Result<std::optional<std::vector<std::byte>>> FindMeta(const char* key);
@@ -189,8 +207,9 @@ class Index {
   SealedFor About(std::string_view table, int64_t row, uint64_t column) const;
   std::optional<SessionRow> GetSession(const Query& query) const;
   std::optional<BlockRow> GetBlock(const Query& query, int first) const;
-  std::vector<std::byte> StoredKey(const BlockKey& key) const;
   Status WriteSessionRow(const SessionRow& row);
+  // Which of a session's data columns are what its row of checksums says.
+  Status CheckParts(const SessionRow& row, std::span<const std::span<const std::byte>> columns, std::span<bool> sound);
 
   OpenIndex open_;  // ends after the connection
   std::unique_ptr<Database> database_;

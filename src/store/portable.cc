@@ -209,7 +209,20 @@ Result<std::array<ExportSection, kSectionCount>> ReadSections(const ByteSource& 
   if (*got != manifest.size() || !std::ranges::equal(MakeHeader(manifest_offset, manifest), bytes)) {
     return Damaged(file, "the header or the manifest fails its checksum");
   }
-  return ParseManifest(file, {reinterpret_cast<const char*>(manifest.data()), manifest.size()}, manifest_offset);
+  auto sections =
+      ParseManifest(file, {reinterpret_cast<const char*>(manifest.data()), manifest.size()}, manifest_offset);
+  // No digest covers what lies between sections: it must be what every export has there.
+  for (size_t i = 0; sections && i < kSectionCount; ++i) {
+    const uint64_t end = (*sections)[i].offset + (*sections)[i].bytes;
+    std::array<std::byte, 64> padding{};
+    const auto part = std::span(padding).first(static_cast<size_t>(RoundUp(end, 64) - end));
+    const auto read = file.ReadAt(end, part);
+    if (!read) return Fail(read.error());
+    if (std::ranges::any_of(part, [](std::byte byte) { return byte != std::byte{0}; })) {
+      return Damaged(file, fmt::format("the bytes behind section '{}' are not zero", SectionName(i)));
+    }
+  }
+  return sections;
 }
 
 Result<std::vector<std::byte>> ReadSection(const ByteSource& file, const ExportSection& section,

@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "base/clock.h"
+#include "store/prefix_index.h"
 #include "store/store_impl.h"
 
 namespace kvcell {
@@ -125,6 +126,12 @@ Status StoreImpl::OpenFiles() {
       if (result < 0 && result != -EEXIST) return ErrnoStatus(-result, "make directory", folder_path);
     }
     auto folder = File::Open(calls_, directory_.fd(), kNames.at(i), O_RDONLY | O_DIRECTORY, 0, folder_path);
+    if (!folder && folder.error().code() == StatusCode::kNotFound) {
+      return Status(StatusCode::kCorruption,
+                    fmt::format("store {} has no folder '{}': put it back from a copy, or open the store for writing, "
+                                "which makes an empty one",
+                                path_, kNames.at(i)));
+    }
     if (!folder) return folder.error();
     folders.at(i) = std::move(*folder);
   }
@@ -281,7 +288,7 @@ void StoreImpl::ReportDamage(const BlockPlace& place) {
 
 Result<std::optional<BlockRecord>> StoreImpl::FindBlock(const BlockKey& key,
                                                         std::span<const Token, kBlockTokens> tokens) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   std::vector<int64_t> damaged;
   const auto find = [&]() -> Result<std::optional<BlockRow>> {
     auto rows = index_->FindBlocks(key, &damaged);
@@ -311,7 +318,42 @@ Result<std::optional<BlockRecord>> StoreImpl::FindBlock(const BlockKey& key,
     if (!again) return Fail(again.error());
     return std::nullopt;
   }
-  return (*row)->record;
+  const auto position = index_->BlockPosition((*row)->id);
+  if (!position || !*position) {
+    Release((*row)->record);
+    if (!position) return Fail(position.error());
+    return std::nullopt;
+  }
+  lock.unlock();
+  if (FoundIsSound((*row)->record, **position)) return (*row)->record;
+  Release((*row)->record);
+  return std::nullopt;
+}
+
+bool StoreImpl::CellsAreSound(const BlockRecord& block, const BlockPlace& place, int64_t position) {
+  if (options_.cell_check == nullptr) return true;
+  const auto extent = ExtentOf(place);
+  const auto shape = extent ? segments_->Clear(extent->shape) : std::nullopt;
+  if (shape && !CheckBlock(options_.cell_check, *shape, block, place, position)) return true;
+  damaged_.insert({place.segment, place.offset + place.index});
+  return false;
+}
+
+bool StoreImpl::FoundIsSound(const BlockRecord& block, int64_t position) {
+  if (options_.cell_check == nullptr) return true;
+  for (const auto& place : block.places) {
+    if (!place) continue;
+    std::optional<CellSetShape> shape;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto extent = ExtentOf(*place);
+      if (extent) shape = segments_->Clear(extent->shape);
+    }
+    if (shape && !CheckBlock(options_.cell_check, *shape, block, *place, position)) continue;
+    ReportDamage(*place);
+    return false;
+  }
+  return true;
 }
 
 Status StoreImpl::HoldBlock(const BlockRecord& block) {
@@ -431,13 +473,20 @@ Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2]) {
   for (const auto& key : pending.emptied) (void)CollectExtent(key, false);
   RemoveExpired();
   (void)MakeRoom(0);
+  TrimLog();
   return OkStatus();
 }
 
 Status StoreImpl::CommitRows(SessionRecord* record, const CellSetShape shapes[2], uint64_t revision, Pending* pending) {
   Transaction transaction(index_->database());
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
-  for (const auto& block : record->blocks) KVCELL_RETURN_IF_ERROR(CommitBlock(block, shapes, pending));
+  const auto space = index_->prefixes().MakeSpace(WithNamespace(record->identity), record->model);
+  if (!space) return space.error();
+  for (size_t i = 0; i < record->blocks.size(); ++i) {
+    const int64_t block_space = i < record->n_shared ? *space : kOwnSpace;
+    KVCELL_RETURN_IF_ERROR(CommitBlock(record->blocks[i], shapes, block_space, /*held=*/false, pending));
+  }
+  if (!record->blocks.empty()) KVCELL_RETURN_IF_ERROR(WriteSinks(pending->rows.front().id, record->sinks));
   const auto id = index_->SessionId(record->name);
   if (!id) return id.error();
   SessionRow row;
@@ -470,15 +519,18 @@ bool StoreImpl::SettleIndex() {
   return !in_doubt_;
 }
 
-// Shares the stored block of the same key and tokens, or stores this one.
-Status StoreImpl::CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], Pending* pending) {
+Status StoreImpl::CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], int64_t space, bool held,
+                              Pending* pending) {
+  const size_t depth = pending->rows.size();
   auto rows = index_->FindBlocks(block.key, &pending->old_blocks);
   if (!rows) return rows.error();
-  const auto same = std::ranges::find_if(*rows, [&](const BlockRow& row) { return row.record.tokens == block.tokens; });
-  if (same != rows->end()) {
-    KVCELL_RETURN_IF_ERROR(CompletePlaces(block, shapes, &*same, pending));
-    pending->rows.push_back(std::move(*same));
-    return OkStatus();
+  for (BlockRow& row : *rows) {
+    const auto continues = Continues(row, block, depth == 0 ? 0 : pending->rows.back().id, space);
+    if (!continues) return continues.error();
+    if (!*continues) continue;
+    KVCELL_RETURN_IF_ERROR(CompletePlaces(block, shapes, &row, pending));
+    pending->rows.push_back(std::move(row));
+    return LinkBlock(pending->rows.back().id, depth, space, held, pending);
   }
   for (size_t i = 0; i < block.places.size(); ++i) {
     if (block.places[i]) KVCELL_RETURN_IF_ERROR(RegisterPlace(*block.places[i], shapes[i], pending));
@@ -487,34 +539,46 @@ Status StoreImpl::CommitBlock(const BlockRecord& block, const CellSetShape shape
   row.record = block;
   KVCELL_RETURN_IF_ERROR(index_->WriteBlock(&row));
   pending->rows.push_back(std::move(row));
-  return OkStatus();
+  return LinkBlock(pending->rows.back().id, depth, space, held, pending);
 }
 
 Status StoreImpl::CompletePlaces(const BlockRecord& block, const CellSetShape shapes[2], BlockRow* stored,
                                  Pending* pending) {
-  bool changed = false;
+  const auto position = static_cast<int64_t>(pending->rows.size() * kBlockTokens);
+  std::vector<BlockPlace> held;
+  std::array<bool, 2> keeps{};  // theirs
+  bool replaces = false;
+  for (size_t i = 0; i < block.places.size(); ++i) {
+    const auto& mine = block.places[i];
+    const auto& theirs = stored->record.places[i];
+    if (!theirs || SamePlace(mine, theirs)) {
+      replaces |= mine && !theirs;
+      continue;
+    }
+    const auto hold = mine && IsDamaged(*theirs) ? Result<bool>(false) : segments_->Hold(*theirs);
+    if (hold && *hold) held.push_back(*theirs);
+    keeps[i] = hold && *hold && (!mine || CellsAreSound(stored->record, *theirs, position));
+    replaces |= !keeps[i];
+  }
+  if (!replaces) {
+    for (size_t i = 0; i < block.places.size(); ++i) {
+      const auto& mine = block.places[i];
+      if (mine && keeps[i]) pending->given_up.push_back(*mine);
+      if (mine && !keeps[i]) KVCELL_RETURN_IF_ERROR(RegisterPlace(*mine, shapes[i], pending));
+    }
+    pending->held.insert(pending->held.end(), held.begin(), held.end());
+    return OkStatus();
+  }
+  // All cells of a block are of one generation: where one place is replaced the others are too.
+  for (const auto& place : held) segments_->Release(place);
   for (size_t i = 0; i < block.places.size(); ++i) {
     const auto& mine = block.places[i];
     auto& theirs = stored->record.places[i];
-    if (!mine && !theirs) continue;
-    if (SamePlace(mine, theirs)) {
-      KVCELL_RETURN_IF_ERROR(RegisterPlace(*mine, shapes[i], pending));
-      continue;
-    }
-    if (theirs && (!mine || !IsDamaged(*theirs))) {
-      const auto hold = segments_->Hold(*theirs);
-      if (hold && *hold) {
-        pending->held.push_back(*theirs);
-        if (mine) pending->given_up.push_back(*mine);
-        continue;
-      }
-    }
-    if (theirs) pending->emptied.push_back(KeyOf(*theirs));
     if (mine) KVCELL_RETURN_IF_ERROR(RegisterPlace(*mine, shapes[i], pending));
+    if (SamePlace(mine, theirs)) continue;
+    if (theirs) pending->emptied.push_back(KeyOf(*theirs));
     theirs = mine;
-    changed = true;
   }
-  if (!changed) return OkStatus();
   stored->record.generation = block.generation;
   return index_->WriteBlock(stored);
 }
@@ -617,7 +681,8 @@ Result<SessionRecord> StoreImpl::LoadHeld(const SessionRow& row) {
   record.last_used = row.last_used;
   Transaction transaction(index_->database());
   KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
-  KVCELL_FAIL_IF_ERROR(index_->ReadSessionData(row, &record));
+  SessionDamage damage;
+  KVCELL_FAIL_IF_ERROR(index_->ReadSessionData(row, &record, &damage));
   auto blocks = index_->ReadSessionBlocks(row, record.tokens);
   if (!blocks) return Fail(blocks.error());
   const auto hold = [&](const BlockRecord& block) -> Status {
@@ -649,14 +714,52 @@ Result<SessionRecord> StoreImpl::LoadHeld(const SessionRow& row) {
       record.damage = fmt::format("block {} of session '{}': {}", i, row.name, status.message());
       break;
     }
+    const auto node = index_->prefixes().Find(block->id);
+    if (node && *node && (*node)->space == kOwnSpace) record.n_shared = std::min(record.n_shared, i);
     record.blocks.push_back(block->record);
   }
+  if (damage.any()) KVCELL_FAIL_IF_ERROR(MendData(row, damage, *blocks, &record));
   const size_t whole = record.tokens.size() / kBlockTokens;
   if (record.damage.empty() && blocks->size() < whole) {
     record.damage =
         fmt::format("the cells of its last {} blocks were given up to keep the disk cap", whole - blocks->size());
   }
   return record;
+}
+
+Status StoreImpl::MendData(const SessionRow& row, const SessionDamage& damage,
+                           std::span<const std::optional<BlockRow>> blocks, SessionRecord* record) {
+  const auto note = [&](std::string* to, std::string what) {
+    *to += fmt::format("{}{} of session '{}' {}", to->empty() ? "" : "; ", "stored data", row.name, what);
+  };
+  if (damage.tokens) {
+    // Each block has its own: the session goes as far as they are sound.
+    for (const BlockRecord& block : record->blocks)
+      record->tokens.insert(record->tokens.end(), block.tokens.begin(), block.tokens.end());
+    const int64_t lost = row.n_tokens - static_cast<int64_t>(record->tokens.size());
+    if (record->tokens.empty()) {
+      return Status(StatusCode::kCorruption,
+                    fmt::format("index {}: the tokens of session '{}' are damaged, and no sound block has them: `kvcell "
+                                "sessions rm` removes it",
+                                index_->path(), row.name));
+    }
+    note(&record->notice, "is damaged: its tokens are taken from its blocks");
+    if (lost > 0) {
+      note(&record->damage, fmt::format("is damaged: the last {} of its {} tokens are lost", lost, row.n_tokens));
+      // What was kept of the state after the last token belongs to a text that is gone.
+      record->logits.clear();
+      record->extras.clear();
+      record->exact.clear();
+    }
+  }
+  if (damage.logits) note(&record->notice, "is damaged: the last token's logits are computed again");
+  if (damage.extras) note(&record->notice, "is damaged: its settings are the defaults");
+  if (damage.exact) note(&record->damage, "is damaged: the exact cells of its last tokens are computed again");
+  if (record->exact.empty() && !blocks.empty() && blocks.front()) {
+    auto sinks = index_->prefixes().ReadBytes(blocks.front()->id, PrefixBytes::kSinks);
+    if (sinks && *sinks) record->sinks = *std::move(*sinks);
+  }
+  return OkStatus();
 }
 
 Result<std::vector<SessionSummary>> StoreImpl::List() {
@@ -686,7 +789,14 @@ Status StoreImpl::Remove(const std::string& name, bool erase) {
   if (status.code() == StatusCode::kNoSpace) {
     // A full disk has no room to write even that less is used: the cells, which nobody is to read again, make some.
     (void)RemoveRows(name, Removal::kCellsAlone, &emptied);
+    TruncateLog();
     status = RemoveRows(name, erase ? Removal::kErase : Removal::kPlain, &emptied);
+  }
+  if (status.code() == StatusCode::kNoSpace && !erase) {
+    // Zeroing the session's rows takes as much of the log as they are long; leaving their pages as they are takes little.
+    (void)index_->database().Run("PRAGMA secure_delete=OFF");
+    status = RemoveRows(name, Removal::kPlain, &emptied);
+    (void)index_->database().Run("PRAGMA secure_delete=ON");
   }
   if (!status.ok()) return status;
   for (const auto& key : emptied) {
@@ -706,6 +816,7 @@ Status StoreImpl::RemoveRows(const std::string& name, Removal removal, std::vect
   const auto links = index_->ReadLinks(**id);
   if (!links) return links.error();
   KVCELL_RETURN_IF_ERROR(index_->DeleteSession(**id));
+  if (removal == Removal::kErase) KVCELL_RETURN_IF_ERROR(UnholdPrefixes(*links));
   std::vector<int64_t> blocks;
   for (const auto& link : *links) blocks.push_back(link.block);
   auto extents = index_->DeleteUnusedBlocks(blocks);

@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <span>
@@ -76,6 +77,12 @@ struct SessionRecord {
   std::vector<std::byte> exact;  // sinks and the open tail's exact cells, as `cache` lays them out
   std::vector<float> logits;     // of the last token; may be empty
   std::string extras;            // JSON of the layers above (sampler, chat state)
+  // What others need to begin with this session's first blocks (the sinks exactly, as `cache` lays them out); "" where
+  // it has no block. Written by Commit; read back by Load only where `exact` is damaged: see PrefixRecord::sinks.
+  std::vector<std::byte> sinks;
+  // Blocks from this one on are this session's alone: they are neither found nor shared by others, however equal their
+  // tokens. Set by Load, where some are, to their first.
+  size_t n_shared = std::numeric_limits<size_t>::max();
   int64_t last_used = 0;         // unix seconds; set by Commit
   std::string damage;            // by Load: why `blocks` ends early (which block, what is wrong); "" where all is sound
   std::string notice;            // by Load: what the user should know of the store; "" where all is well
@@ -89,6 +96,61 @@ struct SessionSummary {
   int64_t bytes = 0;      // cells (each block once) + exact part + logits
   int64_t last_used = 0;  // unix seconds
 };
+
+// Blocks to be found by whoever has the same tokens to compute: a chain from position 0 in the store's prefix tree.
+struct PrefixRecord {
+  Identity identity;  // all that decides whether the cells may be read, the namespace too: chains of two never meet
+  std::string model = {};                // for people
+  std::vector<Token> tokens;             // [blocks.size() * 64]
+  std::vector<BlockRecord> blocks;       // complete, their places held
+  std::vector<std::byte> sinks = {};     // what every reader needs beside block 0
+  std::vector<std::byte> replicas = {};  // exact cells of the last blocks, where the identity asks for them; else ""
+};
+
+// What to look for: whole blocks of a prompt. `keys` only say where to look; tokens are compared one by one, block
+// after block from position 0 on.
+struct PrefixQuery {
+  Identity identity;
+  std::span<const Token> tokens;   // [keys.size() * 64] or more; those beyond say where a stored block differs
+  std::span<const BlockKey> keys;  // of the whole blocks, in order
+  bool needs_replicas = false;     // only ends that were published with `replicas` will do
+};
+
+// Why a stored prefix ends where it does.
+enum class PrefixEnd : uint8_t {
+  kWhole,          // all blocks that were asked for are there
+  kNothingStored,  // nothing begins like this
+  kEnds,           // what is stored ends here
+  kDiffers,        // the nearest stored one has another token at `differs_at`
+  kEvicted,        // the next block was there and has been given up for space
+  kOtherIdentity,  // the same tokens are stored for another model or codec: `detail` names the field
+  kDamaged,        // the next block's row or file fails its checks
+};
+
+struct PrefixFound {
+  std::vector<BlockRecord> blocks;  // the longest stored prefix, held
+  std::vector<std::byte> sinks;     // "" where blocks is empty
+  std::vector<std::byte> replicas;  // with needs_replicas
+  PrefixEnd end = PrefixEnd::kNothingStored;
+  int64_t differs_at = 0;  // position, with kDiffers
+  std::string detail;
+};
+
+// An end of the prefix tree: a leaf, a place where chains part, or a pinned one.
+struct PrefixSummary {
+  int64_t id = 0;
+  int64_t tokens = 0;    // from position 0
+  int64_t refs = 0;      // sessions that hold its last block, and longer prefixes that go on from it
+  int64_t sessions = 0;  // of these, sessions
+  bool pinned = false;
+  bool published = false;  // kept in its own right; else it goes with the sessions
+  int64_t last_used = 0;   // unix seconds
+  std::string model;
+};
+
+// Checks one cell's bytes; the store is told how, since it knows bytes and keys only.
+using CellVerifier = std::function<Status(std::span<const std::byte> cell, uint16_t layer, uint16_t head,
+                                          int64_t position, const BlockKey& key)>;
 
 struct StoreOptions {
   Durability durability = Durability::kProcess;
@@ -108,6 +170,9 @@ struct StoreOptions {
   uint64_t disk_cap = 0;
   // Sessions that were not used for this many seconds are removed when the store is opened and at saves; 0: never.
   int64_t ttl_seconds = 0;
+  // Stored cells are read and checked by this before fresh ones with the same key are given up for them, so that
+  // whoever computes a damaged block again heals it. Null: they are taken for sound unless ReportDamage named them.
+  CellVerifier cell_check = nullptr;
   uint32_t index_page_bytes = 0;  // of an index that is founded now: a power of two, 512..65536; 0: SQLite's choice
   SystemCalls* system_calls = nullptr;  // what the kernel is asked through; null: the real calls. Outlives the store.
 };
@@ -139,10 +204,6 @@ struct StoreStats {
   bool encrypted = false;
 };
 
-// Checks one cell's bytes; the store is told how, since it knows bytes and keys only.
-using CellVerifier = std::function<Status(std::span<const std::byte> cell, uint16_t layer, uint16_t head,
-                                          int64_t position, const BlockKey& key)>;
-
 // Thread-safe unless stated. One object per process and directory; any number of processes.
 class Store {
  public:
@@ -173,6 +234,22 @@ class Store {
   virtual Result<std::optional<BlockRecord>> FindBlock(const BlockKey& key,
                                                        std::span<const Token, kBlockTokens> tokens) = 0;
 
+  // Publishes blocks as a prefix in one transaction: from then on FindPrefix gives them to everyone of the same
+  // identity, and they stay until they are removed or evicted, whatever becomes of sessions. As in Commit, blocks that
+  // are there already are shared. Sessions that are saved are found too, but go with the session.
+  virtual Status Publish(PrefixRecord* record, const CellSetShape shapes[2]) = 0;
+  // The longest stored prefix, held, and why it is no longer. Counts as a use.
+  virtual Result<PrefixFound> FindPrefix(const PrefixQuery& query) = 0;
+  virtual Result<std::vector<PrefixSummary>> ListPrefixes() = 0;
+  // A pinned prefix is never evicted, nor is what it begins with. kNotFound.
+  virtual Status PinPrefix(int64_t id, bool pinned) = 0;
+  // Gives up a prefix, all longer ones that go on from it, and what before it no other goes on from. Blocks that
+  // sessions use stay with these. kNotFound; kBusy where one of them is pinned.
+  virtual Status RemovePrefix(int64_t id) = 0;
+  // Gives up the ends of chains, longest unused first, until `bytes` of cells are free or nothing that may go is left;
+  // returns the bytes freed. Pinned ones and blocks of sessions stay.
+  virtual Result<uint64_t> EvictPrefixes(uint64_t bytes) = 0;
+
   // Reads cells [head_begin, head_begin + n) of one layer of one block into dst [n * cell_bytes]. No check but for
   // length: the caller verifies. kIoError or kCorruption (file gone or too short).
   virtual Status ReadCells(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint16_t head_begin,
@@ -196,7 +273,9 @@ class Store {
   virtual Status Commit(SessionRecord* record, const CellSetShape shapes[2]) = 0;
 
   // kNotFound; kCorruption where the session's own row fails its checksum. Damage of a block's row, extent or segment
-  // file ends `blocks` before it and is told in `damage`. The cells themselves are not read.
+  // file ends `blocks` before it and is told in `damage`. The cells themselves are not read. Damaged logits and extras
+  // come back empty and are told in `notice`; a damaged exact part comes back empty, with `sinks` where the prefix tree
+  // has them, and is told in `damage`; for damaged tokens those of the blocks stand, and what followed them is lost.
   virtual Result<SessionRecord> Load(const std::string& name) = 0;
   virtual Result<std::vector<SessionSummary>> List() = 0;
   // Removes the session; blocks that no other one uses lose their space, held ones as soon as they are released (at the

@@ -51,6 +51,13 @@ class StoreImpl final : public Store {
   Status Remove(const std::string& name, bool erase) override;
   Result<std::unique_ptr<SessionLock>> LockSession(const std::string& name) override;
 
+  Status Publish(PrefixRecord* record, const CellSetShape shapes[2]) override;
+  Result<PrefixFound> FindPrefix(const PrefixQuery& query) override;
+  Result<std::vector<PrefixSummary>> ListPrefixes() override;
+  Status PinPrefix(int64_t id, bool pinned) override;
+  Status RemovePrefix(int64_t id) override;
+  Result<uint64_t> EvictPrefixes(uint64_t bytes) override;
+
   Status Export(const std::string& name, const std::string& path) override;
   Result<std::string> Import(const std::string& path, const std::string& as) override;
 
@@ -106,8 +113,15 @@ class StoreImpl final : public Store {
   // Takes blocks from the session's end until `bytes` are free, the session itself with the last one. False where it is
   // in use.
   Result<bool> EvictTail(const SessionRow& row, uint64_t bytes, uint64_t* freed);
+  // Gives up ends of prefixes that nobody holds, the longest unused first, of those last used at `before` or earlier.
+  Result<uint64_t> TakePrefixes(uint64_t bytes, int64_t before);
+  Result<uint64_t> TakePrefix(int64_t block, std::vector<ExtentKey>* emptied);
+  Result<bool> IsHeldByAnyone(const BlockRecord& block) const;
   void RemoveExpired();
   void TrimIndex();
+  // Writes the index's log back once it has grown long, so that it doesn't take the disk's last space.
+  void TrimLog();
+  void TruncateLog();
 
   // --- moving blocks (compact.cc)
   struct Move {
@@ -132,15 +146,48 @@ class StoreImpl final : public Store {
   Result<std::unique_ptr<SessionLock>> LockUnlessHeld(const std::string& name);
   Status CheckRecord(const SessionRecord& record) const;
   Status CommitRows(SessionRecord* record, const CellSetShape shapes[2], uint64_t revision, Pending* pending);
-  Status CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], Pending* pending);
+  // Shares the stored block that has the same tokens, past and identity, or stores this one; either way it becomes the
+  // next of pending->rows and has its place in the prefix tree.
+  Status CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], int64_t space, bool held,
+                     Pending* pending);
   Status RegisterPlace(const BlockPlace& place, const CellSetShape& shape, Pending* pending);
-  // Sets (*stored)[i] to block's place where the stored one is missing or known to be damaged.
+  // Keeps the stored places and gives the block's up, once the stored cells have been found sound; else the block's
+  // own take their place.
   Status CompletePlaces(const BlockRecord& block, const CellSetShape shapes[2], BlockRow* stored, Pending* pending);
+  // Whether the cells of a held place are what they must be; mutex_ is held.
+  bool CellsAreSound(const BlockRecord& block, const BlockPlace& place, int64_t position);
+  // The same for all places of a block that FindBlock found; mutex_ is not held.
+  bool FoundIsSound(const BlockRecord& block, int64_t position);
+  // Identities of prefixes have the namespace among their fields.
+  Identity WithNamespace(const Identity& identity) const;
+  // Takes what only an erased session kept out of the prefix tree.
+  Status UnholdPrefixes(std::span<const Link> links);
   bool IsDamaged(const BlockPlace& place) const {
     return damaged_.contains({place.segment, place.offset + place.index});
   }
 
+  // verify.cc
+  struct Findings;
+  void VerifyBlock(const CellVerifier& verifier, const CellSetShape& shape, const BlockRecord& block,
+                   const BlockPlace& place, const std::string& session, int64_t position, Findings* findings);
+  void VerifyHeld(const CellVerifier& verifier, const BlockRecord& block, const std::string& session, int64_t position,
+                  Findings* findings);
+  Status VerifyPrefixes(const CellVerifier& verifier, Findings* findings);
+
+  // store_prefix.cc
+  Status LinkBlock(int64_t block, size_t depth, int64_t space, bool held, Pending* pending);
+  Result<bool> Continues(const BlockRow& row, const BlockRecord& block, int64_t parent, int64_t space);
+  Status PublishRows(PrefixRecord* record, const CellSetShape shapes[2], Pending* pending);
+  Status WriteSinks(int64_t root, std::span<const std::byte> sinks);
+  Status WalkChain(const PrefixQuery& query, int64_t space, std::vector<BlockRow>* rows, PrefixFound* found);
+  void DropRows(std::vector<BlockRow>* rows, size_t from);
+  Status CutToWhatIsNeeded(const PrefixQuery& query, std::vector<BlockRow>* rows, PrefixFound* found);
+  Status TellWhyItEnds(const PrefixQuery& query, int64_t space, const std::vector<BlockRow>& rows, PrefixFound* found);
+
   Result<SessionRecord> LoadHeld(const SessionRow& row);
+  // Makes of damaged parts of a session what can be made of them.
+  Status MendData(const SessionRow& row, const SessionDamage& damage, std::span<const std::optional<BlockRow>> blocks,
+                  SessionRecord* record);
   void NoteUse(const SessionRow& row);
   // The extent of a place, checked against it; kCorruption where they don't fit.
   Result<ExtentRow> ExtentOf(const BlockPlace& place);

@@ -57,7 +57,10 @@ class CliTest(unittest.TestCase):
 
 class Usage(CliTest):
     COMMANDS = ["run", "chat", "sessions ls", "sessions show", "sessions rm", "sessions export", "sessions import", "plan",
-                "inspect", "store stats", "store verify", "store compact", "store rm", "bench store", "lab quality", "info", "config show", "completion bash"]
+                "inspect", "store stats", "store verify", "store compact", "store rm", "prefix ls", "prefix pin", "prefix rm",
+                "bench attention", "bench model", "bench sharing", "bench store",
+                "lab export", "lab stats", "lab error", "lab quality", "lab answers", "lab choice", "lab latency",
+                "lab capacity", "lab sweep", "lab report", "tune", "info", "config show", "completion bash"]
 
     def test_help_of_every_command_has_an_example(self):
         for command in self.COMMANDS:
@@ -78,7 +81,7 @@ class Usage(CliTest):
             self.refused(*args, code=2, words=[])
 
     def test_options_of_commands_to_come_are_not_offered(self):
-        for option in ("--rules", "--profile", "--samples"):
+        for option in ("--rules", "--profile"):
             self.refused("run", option, "x", code=2, words=[option])
 
     def test_an_unknown_command_is_named(self):
@@ -105,6 +108,11 @@ class Usage(CliTest):
         bits = {row["name"]: row["bits_by_head_dim"]["128"] for row in info["codecs"]}
         self.assertLessEqual(bits["i4"], 4.5)
         self.assertGreaterEqual(bits["f16"], 16)
+        self.assertLess(bits["i3"], bits["i43"])
+        self.assertLess(bits["i5"], bits["i8"])
+        in_place = {row["name"]: row["in_place"] for row in info["codecs"]}
+        self.assertTrue(in_place["i4"] and in_place["int5"])
+        self.assertFalse(in_place["nf4"] or in_place["tq4"])
 
     def test_info_of_a_model_states_licence_and_shape(self):
         model = self.json("info", "-m", MODEL)["model"]
@@ -313,6 +321,39 @@ class Run(CliTest):
         self.assertEqual((report["end"], report["context_tokens"]), ("context_full", 100))
 
 
+class Bench(CliTest):
+    SMALL = ["--tokens", 256, "--kv-heads", 2, "--group", 2, "--head-dim", 64, "--threads", 2, "--rounds", 1]
+
+    def test_attention_has_both_engines_with_errors_and_bandwidth(self):
+        result = self.json("bench", "attention", *self.SMALL, "--queries", 1, 64, "--types", "f16", "i4")
+        self.assertGreater(result["read_bandwidth_gb_s"], 0)
+        self.assertEqual({(row["phase"], row["engine"], row["type"]) for row in result["rows"]},
+                         {(phase, *of) for phase in ("decode", "prefill")
+                          for of in (("kvcell", "f16"), ("kvcell", "i4"), ("ggml", "f16"), ("ggml", "q4_0"))})
+        for row in result["rows"]:
+            for key in ("tokens", "queries", "kv_heads", "group", "head_dim", "threads", "isa", "ms", "bytes", "gb_s",
+                        "of_bandwidth", "gmac_s", "rel_error"):
+                self.assertIn(key, row)
+            self.assertLess(row["rel_error"], 0.2 if row["type"] in ("i4", "q4_0") else 0.01)
+
+    def test_attention_in_a_forced_instruction_set(self):
+        result = self.json("bench", "attention", *self.SMALL, "--types", "i4", env={"KVCELL_ISA": "scalar"})
+        self.assertEqual([row["isa"] for row in result["rows"] if row["engine"] == "kvcell"], ["scalar"])
+
+    def test_a_model_at_two_depths_beside_libllama(self):
+        result = self.json("bench", "model", "-m", MODEL, "--depth", 0, 128, "--types", "i4", "--rounds", 1)
+        rows = {(row["engine"], row["kv_type"], row["depth"], row["phase"]): row for row in result["rows"]}
+        for depth in (0, 128):
+            for phase in ("decode", "prefill"):
+                for of in (("kvcell", "i4"), ("libllama", "f16"), ("libllama", "q4_0")):
+                    self.assertGreater(rows[(*of, depth, phase)]["tokens_per_s"], 0)
+
+    def test_what_can_not_be_measured_is_refused(self):
+        self.refused("bench", "attention", "--types", "q4_0", code=2, words=["q4_0", "i4"])
+        self.refused("bench", "attention", "--phase", "both", code=2, words=["both"])
+        self.refused("bench", "model", code=2, words=["-m"])
+
+
 class Resume(CliTest):
     def test_stopped_anywhere_it_goes_on_as_if_it_had_not(self):
         prompt = self.run_json("--raw", "-p", TEXT, "-n", 0)["prompt_tokens"]
@@ -413,6 +454,82 @@ class Resume(CliTest):
         self.assertGreater(tight["kv"]["cells"]["PERSISTED"], 0)
 
 
+class Sharing(CliTest):
+    """Prompts that begin alike are computed once, whoever asks and whenever."""
+
+    LONG = TEXT * 6
+
+    def prefixes(self):
+        return self.json("prefix", "ls", "--store", self.store)["prefixes"]
+
+    def test_a_prompt_that_begins_alike_is_not_computed_again(self):
+        asked = self.LONG + "What does the text say of the river? " * 12
+        first = self.run_json("--raw", "-p", asked, "-n", 6)
+        self.assertEqual(first["reused_tokens"], 0)
+        again = self.run_json("--raw", "-p", asked, "-n", 6)
+        self.assertEqual(again["tokens"], first["tokens"])
+        self.assertEqual(again["reused_tokens"], (first["prompt_tokens"] - 1) // BLOCK * BLOCK)
+        self.assertEqual(again["reused_tokens"] + again["prompt_tokens"], first["prompt_tokens"])
+        question = "And what of the ships that lie at anchor? " * 12
+        other = self.run_json("--raw", "-p", self.LONG + question, "-n", 6)
+        alone = self.run_json("--raw", "-p", self.LONG + question, "-n", 6, "--no-prefix")
+        self.assertGreater(other["reused_tokens"], 0)
+        self.assertEqual(alone["reused_tokens"], 0)
+        self.assertEqual(other["tokens"], alone["tokens"])
+        self.assertEqual(other["prefix"]["end"], "differs")
+        self.assertGreaterEqual(other["prefix"]["differs_at"], other["reused_tokens"])
+
+    def test_a_session_gives_and_takes_prefixes(self):
+        first = self.run_json("--raw", "-p", self.LONG, "-n", 2, "--session", "a")
+        self.assertGreater(self.run_json("--raw", "-p", self.LONG + "More.", "-n", 2)["reused_tokens"], 0)
+        self.assertGreater(self.run_json("--raw", "-p", self.LONG + "More.", "-n", 2, "--session", "b")["reused_tokens"], 0)
+        self.assertEqual(first["reused_tokens"], 0)
+        blocks = self.json("store", "stats", "--store", self.store)["blocks"]
+        self.assertLessEqual(blocks, first["prompt_tokens"] // BLOCK + 2, "stored once")
+
+    def test_another_codec_is_told(self):
+        self.run_json("--raw", "-p", self.LONG, "-n", 1)
+        other = self.run_json("--raw", "-p", self.LONG, "-n", 1, "--codec", "i8")
+        self.assertEqual((other["reused_tokens"], other["prefix"]["end"]), (0, "other_identity"))
+        self.assertIn("codec", other["prefix"]["note"])
+
+    def test_ls_pin_and_rm(self):
+        self.run_json("--raw", "-p", self.LONG, "-n", 1)
+        self.run_json("--raw", "-p", "Another text. " * 60, "-n", 1)
+        prefixes = self.prefixes()
+        self.assertEqual(len(prefixes), 2)
+        for prefix in prefixes:
+            self.assertTrue({"id", "tokens", "refs", "pinned"} <= prefix.keys())
+            self.assertEqual(prefix["tokens"] % BLOCK, 0)
+        kept, gone = (p["id"] for p in prefixes)
+        self.json("prefix", "pin", kept, "--store", self.store)
+        self.assertTrue(next(p for p in self.prefixes() if p["id"] == kept)["pinned"])
+        self.refused("prefix", "rm", kept, "--store", self.store, code=1, words=["pinned"])
+        self.json("prefix", "rm", gone, "--store", self.store)
+        self.assertEqual([p["id"] for p in self.prefixes()], [kept])
+        self.json("prefix", "pin", kept, "--off", "--store", self.store)
+        self.json("prefix", "rm", kept, "--store", self.store)
+        self.assertEqual(self.prefixes(), [])
+        self.assertEqual(self.json("store", "stats", "--store", self.store)["blocks"], 0)
+        self.refused("prefix", "rm", 12345, "--store", self.store, code=1, words=["12345"])
+
+    def test_samples_equal_runs_of_their_own_seeds(self):
+        args = ("--raw", "-p", TEXT, "-n", 10, "--temp", 0.9, "--no-prefix")
+        many = self.run_json(*args, "--seed", 5, "--samples", 3)
+        self.assertEqual(len(many["samples"]), 3)
+        for i, sample in enumerate(many["samples"]):
+            alone = self.run_json(*args, "--seed", 5 + i)
+            self.assertEqual((sample["tokens"], sample["text"]), (alone["tokens"], alone["text"]), i)
+        self.assertEqual(many["tokens"], many["samples"][0]["tokens"])
+        self.refused("run", "-m", MODEL, "-p", "x", "--samples", 2, "--session", "s", "--store", self.store, code=2,
+                     words=["--session"])
+
+    def test_a_store_that_can_not_be_made_costs_sharing_only(self):
+        done = self.call("run", "-m", MODEL, "-p", "Name a colour.", "-n", 3, "--store", "/proc/nowhere/store")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("not shared", done.stderr)
+
+
 class Sessions(CliTest):
     def setUp(self):
         super().setUp()
@@ -479,7 +596,6 @@ class Sessions(CliTest):
         self.assertIn("Paris", done.stdout)
         self.assertIn("no such command", done.stderr)
         self.assertIn("talk", [s["name"] for s in self.json("sessions", "ls", "--store", self.store)["sessions"]])
-
 
     def test_sigterm_in_an_answer_ends_a_chat_and_keeps_the_turn(self):
         command = [KVCELL, "chat", "-m", MODEL, "--store", self.store, "--session", "s", "-n", "4000"]
@@ -590,6 +706,78 @@ class Stores(CliTest):
         self.refused("store", "rm", "--store", self.home, code=1, words=["no store"])
         self.assertEqual(self.call("store", "rm", "--erase", "--store", self.store).returncode, 0)
         self.assertFalse(os.path.exists(self.store))
+
+
+class Lab(CliTest):
+    """Each command once, small: the figures themselves are tested on made values and tiny models."""
+
+    def setUp(self):
+        super().setUp()
+        self.text = self.home / "text.txt"
+        self.text.write_text(TEXT * 4)
+        self.out = self.home / "kv"
+
+    def test_exported_values_are_measured_without_the_model(self):
+        done = self.json("lab", "export", "-m", MODEL, "-f", self.text, "--context", 192, "-o", self.out)
+        self.assertEqual((done["layers"], done["tokens"]), (30, 192))
+        manifest = json.loads((self.out / "manifest.json").read_text())
+        self.assertEqual(manifest["format"], "kvcell-kv")
+        self.assertEqual(len(list(self.out.glob("*.npy"))), 30 * 7 + 1)
+        rows = {row["codec"]: row for row in self.json("lab", "error", "--from", self.out, "--codec", "i4", "i3", "k=nf4,v=nf4")["rows"]}
+        self.assertLess(rows["i4"]["k_relative"], rows["i3"]["k_relative"])
+        self.assertLess(rows["i4"]["output_relative"], rows["i3"]["output_relative"])
+        self.assertEqual((rows["i4"]["in_place"], rows["k=nf4,v=nf4"]["in_place"]), (True, False))
+        self.assertEqual(len(rows["i4"]["layers"]), 30)
+        stats = self.json("lab", "stats", "--from", self.out, "--channels")
+        self.assertEqual(len(stats["rows"]), 30 * 3 * 2)
+        self.assertEqual(len(stats["rows"][0]["channels"]["mean"]), 64)
+        sweep = self.json("lab", "sweep", "--from", self.out, "-o", self.home / "reads")
+        self.assertEqual([row["from"] for row in sweep["reads"]], ["page cache", "disk"])
+
+    def test_quality_has_the_columns_that_scripts_read_and_the_peers_perplexity(self):
+        result = self.json("lab", "quality", "-m", MODEL, "-f", self.text, "--context", 128, "--windows", 1, "--codec", "i4",
+                           "--peer")
+        self.assertEqual([(row["engine"], row["codec"]) for row in result["rows"]],
+                         [("kvcell", "f16"), ("kvcell", "i4"), ("libllama", "f16"), ("libllama", "q8_0"), ("libllama", "q4_0")])
+        for key in ("bits", "bits_all_in", "ppl", "kld_mean", "kld_se", "kld_median", "kld_p999", "top1"):
+            self.assertIn(key, result["rows"][0])
+
+    def test_a_report_opens_with_the_experiments(self):
+        latency = self.home / "latency.json"
+        latency.write_text(self.call("lab", "latency", "--heads", 4, "--kv-heads", 2, "--head-dim", 64, "--context", 128,
+                                     "--json").stdout)
+        report = self.home / "report.html"
+        done = self.json("lab", "report", "-m", MODEL, "-o", report, "--ram-budget", "16MiB", "--measurement", latency)
+        self.assertEqual(len(done["experiments"]), 4)
+        for experiment in done["experiments"][:3]:
+            self.assertTrue(experiment["pass"], experiment)
+        page = report.read_text()
+        self.assertLess(page.index("Four experiments"), page.index("Latency of attention"))
+        self.assertNotIn("http", page)
+        self.assertFalse(pathlib.Path(f"{report}.scratch").exists())
+
+    def test_a_codec_that_is_decoded_first_runs_with_a_warning(self):
+        done = self.call("run", "-m", MODEL, "--raw", "-p", TEXT, "-n", 2, "--codec", "k=nf4,v=fp8e4m3", "--json")
+        self.assertEqual(done.returncode, 0, done.stderr)
+        self.assertIn("decoded before it is attended", done.stderr)
+        self.assertNotIn("warning", self.call("run", "-m", MODEL, "--raw", "-p", TEXT, "-n", 2, "--codec", "i3").stderr)
+
+    def test_wrong_requests_are_refused_in_one_sentence(self):
+        self.refused("lab", "quality", "-m", MODEL, code=2, words=["text"])
+        self.refused("lab", "export", "-m", MODEL, "-f", self.text, code=2, words=["-o"])
+        self.refused("lab", "error", "--from", self.home / "none", code=1, words=["manifest.json"])
+        self.refused("lab", "error", "--codec", "int9", code=2, words=["int9"])
+        self.refused("lab", "report", "-m", MODEL, "-o", self.home / "r.html", "--measurement", self.text, code=1,
+                     words=["command"])
+        self.refused("tune", code=2, words=["-m"])
+
+    def test_interrupted_quality_goes_on_where_it_was(self):
+        state = self.home / "state.json"
+        args = ("lab", "quality", "-m", MODEL, "-f", self.text, "--context", 64, "--windows", 2, "--codec", "i4", "--state", state)
+        whole = self.json(*args)
+        again = self.json(*args)
+        self.assertEqual(whole, again)
+        self.assertTrue(state.exists())
 
 
 class BadInput(CliTest):

@@ -102,10 +102,14 @@ class ReferenceCache final : public Cache {
     step_.clear();
   }
 
+  Result<PrefixUse> Reuse(SequenceId, std::span<const Token>) override { return PrefixUse{}; }
+  Status Publish(SequenceId) override { return {StatusCode::kUnsupported, "the reference cache has no store"}; }
+  int64_t Room() const override { return std::numeric_limits<int64_t>::max(); }
+
   Status Save(SequenceId, const std::string&, std::span<const float>, const std::string&) override {
     return {StatusCode::kUnsupported, "the reference cache has no store"};
   }
-  Result<OpenedSession> OpenSession(const std::string&) override {
+  Result<OpenedSession> OpenSession(const std::string&, bool) override {
     return kvcell::Fail(StatusCode::kUnsupported, "the reference cache has no store");
   }
   CacheStats Stats() const override { return {}; }

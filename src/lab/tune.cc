@@ -1,0 +1,287 @@
+#include "lab/tune.h"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+#include <memory>
+#include <utility>
+
+#include "kvcell/cache.h"
+#include "lab/answers.h"
+#include "lab/codec_error.h"
+#include "lab/kv_data.h"
+#include "lab/layered_cache.h"
+#include "model/model.h"
+
+namespace kvcell {
+namespace {
+
+constexpr int64_t kChunk = 64;
+
+// KL(reference || candidate) in nats.
+double Divergence(std::span<const float> reference, std::span<const float> candidate) {
+  const auto log_sum = [](std::span<const float> x) {
+    const float max = *std::max_element(x.begin(), x.end());
+    double sum = 0;
+    for (const float v : x) sum += static_cast<double>(std::exp(v - max));
+    return static_cast<double>(max) + std::log(sum);
+  };
+  const double a = log_sum(reference), b = log_sum(candidate);
+  double kld = 0;
+  for (size_t i = 0; i < reference.size(); ++i) {
+    const double p = static_cast<double>(reference[i]) - a;
+    if (p > -40.0) kld += std::exp(p) * (p - (static_cast<double>(candidate[i]) - b));
+  }
+  return kld;
+}
+
+class Tuner {
+ public:
+  explicit Tuner(const TuneOptions& options) : options_(options) {}
+
+  Result<TuneResult> Run() {
+    KVCELL_FAIL_IF_ERROR(Load());
+    const size_t n = model_->facts().geometry.size();
+    total_ = static_cast<int64_t>(n) + 4;
+    const size_t smallest = specs_.size() - 1;
+    TuneResult result{.model = model_->facts().name};
+    auto finest = Measure(std::vector<size_t>(n, 0));
+    if (!finest) return Fail(finest.error());
+    auto all_smallest = Measure(std::vector<size_t>(n, smallest));
+    if (!all_smallest) return Fail(all_smallest.error());
+    result.kld_finest = *finest;
+    result.kld_smallest = *all_smallest;
+    if (*finest > options_.kld_limit) {
+      return Fail(StatusCode::kInvalidArgument,
+                  fmt::format("even {} in every layer diverges by {:.5f}, above the limit of {:.5f}; raise the limit",
+                              names_[0], *finest, options_.kld_limit));
+    }
+    std::vector<size_t> choice(n, smallest);
+    if (*all_smallest > options_.kld_limit) {
+      auto losses = Losses();
+      if (!losses) return Fail(losses.error());
+      // Made finer by the estimate first, then until the measurement agrees.
+      while (Estimate(*losses, choice) > options_.kld_limit && Refine(*losses, &choice)) {
+      }
+      for (;;) {
+        auto kld = Measure(choice);
+        if (!kld) return Fail(kld.error());
+        result.kld = *kld;
+        if (*kld <= options_.kld_limit || !Refine(*losses, &choice)) break;
+      }
+    } else {
+      result.kld = *all_smallest;
+    }
+    double bytes = 0, elements = 0;
+    for (size_t l = 0; l < n; ++l) {
+      result.codec_by_layer.push_back(names_[choice[l]]);
+      bytes += Weight(l) * bits_[choice[l]][l];
+      elements += Weight(l);
+    }
+    result.bits = bytes / elements;
+    result.rules = RulesText(result);
+    if (options_.on_probe) options_.on_probe(total_, total_);
+    return result;
+  }
+
+ private:
+  Status Load() {
+    if (options_.codecs.empty()) return Status(StatusCode::kInvalidArgument, "tune needs codecs to choose from");
+    auto model =
+        Model::Load(options_.model, {.n_threads = options_.n_threads, .max_batch = static_cast<int32_t>(kChunk)});
+    if (!model) return model.error();
+    model_ = std::move(*model);
+    std::string text = options_.text;
+    if (text.empty()) {
+      for (const Question& q : FixedQuestions()) text += q.context + "\n" + q.text + "\n";
+    }
+    auto tokens = model_->Tokenize(text, /*special=*/true, /*parse=*/false);
+    if (!tokens) return tokens.error();
+    tokens_ = std::move(*tokens);
+    if (options_.context < 2 * kBlockTokens || static_cast<int64_t>(tokens_.size()) < options_.context) {
+      return Status(StatusCode::kInvalidArgument, fmt::format("the probe takes {} tokens, at least {}; the text has {}",
+                                                              options_.context, 2 * kBlockTokens, tokens_.size()));
+    }
+    tokens_.resize(static_cast<size_t>(options_.context));
+    const Geometry& geometry = model_->facts().geometry;
+    for (const std::string& name : options_.codecs) {
+      auto spec = ParseCodec(name);
+      if (!spec) return spec.error();
+      std::vector<double> bits;
+      for (const LayerGeometry& g : geometry) bits.push_back(*CodecBitsPerElement(*spec, g.head_dim_k, g.head_dim_v));
+      order_.push_back({bits.front(), name});
+    }
+    std::sort(order_.begin(), order_.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
+    for (const auto& [unused, name] : order_) {
+      names_.push_back(name);
+      specs_.push_back(*ParseCodec(name));
+      std::vector<double>& bits = bits_.emplace_back();
+      for (const LayerGeometry& g : geometry) {
+        bits.push_back(*CodecBitsPerElement(specs_.back(), g.head_dim_k, g.head_dim_v));
+      }
+    }
+    std::vector<std::unique_ptr<Cache>> caches;
+    for (size_t c = 0; c <= specs_.size(); ++c) {
+      CacheOptions cache;
+      cache.codec = c < specs_.size() ? specs_[c] : *ParseCodec("f16");
+      cache.geometry = geometry;
+      cache.sinks = options_.sinks;
+      cache.max_step_tokens = static_cast<int32_t>(kChunk);
+      auto opened = Cache::Open(cache);
+      if (!opened) return opened.error();
+      caches.push_back(std::move(*opened));
+    }
+    f16_ = specs_.size();
+    cache_ = std::make_unique<LayeredCache>(std::move(caches), std::vector<size_t>(geometry.size(), f16_));
+    return Feed(&reference_);
+  }
+
+  // Logits of the scored half under the choice in force.
+  Status Feed(std::vector<float>* logits) {
+    if (options_.should_stop && options_.should_stop()) return Status(StatusCode::kCancelled, "stopped");
+    logits->clear();
+    auto sequence = cache_->Create();
+    if (!sequence) return sequence.error();
+    std::vector<float> part;
+    for (int64_t at = 0; at < options_.context; at += kChunk) {
+      const int64_t count = std::min(kChunk, options_.context - at);
+      const bool scored = at >= options_.context / 2;
+      const ModelStep step{
+          .sequence = *sequence,
+          .tokens = std::span<const Token>(tokens_).subspan(static_cast<size_t>(at), static_cast<size_t>(count)),
+          .want_all_logits = scored};
+      KVCELL_RETURN_IF_ERROR(model_->Forward(cache_.get(), {&step, 1}, &part));
+      if (scored) logits->insert(logits->end(), part.begin(), part.end());
+    }
+    return cache_->Free(*sequence);
+  }
+
+  Result<double> Measure(const std::vector<size_t>& choice) {
+    if (options_.on_probe) options_.on_probe(std::min(probe_++, total_), total_);
+    cache_->SetChoice(choice);
+    std::vector<float> logits;
+    KVCELL_FAIL_IF_ERROR(Feed(&logits));
+    const auto n_vocab = static_cast<size_t>(model_->facts().n_vocab);
+    double kld = 0;
+    size_t rows = 0;
+    for (size_t at = 0; at + n_vocab <= logits.size(); at += n_vocab, ++rows) {
+      kld += Divergence(std::span<const float>(reference_).subspan(at, n_vocab),
+                        std::span<const float>(logits).subspan(at, n_vocab));
+    }
+    return kld / static_cast<double>(std::max<size_t>(1, rows));
+  }
+
+  // [codec][layer]: what each layer adds to the divergence under each codec.
+  Result<std::vector<std::vector<double>>> Losses() {
+    const size_t n = model_->facts().geometry.size(), smallest = specs_.size() - 1;
+    std::vector<double> alone;
+    for (size_t l = 0; l < n; ++l) {
+      std::vector<size_t> choice(n, f16_);
+      choice[l] = smallest;
+      auto kld = Measure(choice);
+      if (!kld) return Fail(kld.error());
+      alone.push_back(std::max(0.0, *kld));
+    }
+    return Scaled(alone);
+  }
+
+  // Values that look like the layers' own are enough for the proportion between codecs: they code all values alike.
+  Result<std::vector<std::vector<double>>> Scaled(const std::vector<double>& alone) const {
+    const KvData made = MakeKv({model_->facts().geometry.front()}, 256, 16, 1);
+    auto errors = MeasureCodecErrors(made, {.codecs = names_, .sinks = options_.sinks});
+    if (!errors) return Fail(errors.error());
+    std::vector<std::vector<double>> losses;
+    for (const CodecError& e : *errors) {
+      std::vector<double>& row = losses.emplace_back();
+      for (const double kld : alone) row.push_back(kld * e.output / std::max(errors->back().output, 1e-30));
+    }
+    return losses;
+  }
+
+  static double Estimate(const std::vector<std::vector<double>>& losses, const std::vector<size_t>& choice) {
+    double sum = 0;
+    for (size_t l = 0; l < choice.size(); ++l) sum += losses[choice[l]][l];
+    return sum;
+  }
+
+  double Weight(size_t layer) const {
+    const LayerGeometry& g = model_->facts().geometry[layer];
+    return static_cast<double>(g.n_kv_heads) * (g.head_dim_k + g.head_dim_v);
+  }
+
+  // Makes the layer finer that gains most for each bit; false where all are as fine as can be.
+  bool Refine(const std::vector<std::vector<double>>& losses, std::vector<size_t>* choice) const {
+    size_t best = choice->size(), best_codec = 0;
+    double best_gain = -1;
+    for (size_t l = 0; l < choice->size(); ++l) {
+      const size_t now = (*choice)[l];
+      for (size_t c = 0; c < now; ++c) {
+        const double cost = Weight(l) * std::max(1e-9, bits_[c][l] - bits_[now][l]);
+        const double gain = (losses[now][l] - losses[c][l]) / cost;
+        if (gain > best_gain) {
+          best_gain = gain;
+          best = l;
+          best_codec = c;
+        }
+      }
+    }
+    if (best == choice->size()) return false;
+    (*choice)[best] = best_codec;
+    return true;
+  }
+
+  const TuneOptions& options_;
+  std::unique_ptr<Model> model_;
+  std::vector<Token> tokens_;
+  std::vector<std::pair<double, std::string>> order_;
+  std::vector<std::string> names_;         // finest first
+  std::vector<CodecSpec> specs_;           // likewise
+  std::vector<std::vector<double>> bits_;  // [codec][layer]
+  size_t f16_ = 0;
+  std::unique_ptr<LayeredCache> cache_;
+  std::vector<float> reference_;
+  int64_t probe_ = 0, total_ = 0;
+};
+
+}  // namespace
+
+Result<TuneResult> Tune(const TuneOptions& options) { return Tuner(options).Run(); }
+
+std::string RulesText(const TuneResult& result) {
+  // The codec of most layers stands for all; the others are named.
+  std::vector<std::pair<std::string, int>> counts;
+  for (const std::string& codec : result.codec_by_layer) {
+    auto found = std::find_if(counts.begin(), counts.end(), [&](const auto& c) { return c.first == codec; });
+    if (found == counts.end()) found = counts.insert(counts.end(), {codec, 0});
+    ++found->second;
+  }
+  const std::string base = std::max_element(counts.begin(), counts.end(), [](const auto& a, const auto& b) {
+                             return a.second < b.second;
+                           })->first;
+  std::string text = fmt::format(
+      "# Codecs by layer for {}, measured by `kvcell tune`: {:.3f} bits per element, mean KL divergence {:.5f}\n"
+      "# against the model's own f16 KV ({:.5f} with the smallest codec everywhere).\n"
+      "name: tuned\ncodec: {}\n",
+      result.model, result.bits, result.kld, result.kld_smallest, base);
+  std::string ranges;
+  for (size_t l = 0; l < result.codec_by_layer.size();) {
+    size_t end = l;
+    while (end + 1 < result.codec_by_layer.size() && result.codec_by_layer[end + 1] == result.codec_by_layer[l]) ++end;
+    if (result.codec_by_layer[l] != base) {
+      ranges += fmt::format("  - {{layers: {}-{}, codec: \"{}\"}}\n", l, end, result.codec_by_layer[l]);
+    }
+    l = end + 1;
+  }
+  if (!ranges.empty()) text += "codecs:\n" + ranges;
+  text +=
+      "rules:\n"
+      "  - {event: TOKEN_APPEND,    from: none,       to: ACTIVE}\n"
+      "  - {event: TOKEN_APPEND,    from: ACTIVE,     to: QUANTIZED, when: {block: sealed}}\n"
+      "  - {event: MEMORY_PRESSURE, from: QUANTIZED,  to: PERSISTED, when: {pressure: hard}}\n"
+      "  - {event: CACHE_MISS,      from: PERSISTED,  to: RECOVERING}\n"
+      "  - {event: WRITE_BACK,      from: RECOVERING, to: QUANTIZED}\n";
+  return text;
+}
+
+}  // namespace kvcell

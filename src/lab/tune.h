@@ -1,0 +1,44 @@
+// Finds the smallest codec for each layer under which a model's answers stay within a limit, by measuring.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "kvcell/status.h"
+
+namespace kvcell {
+
+struct TuneOptions {
+  std::string model = {};
+  std::string text = {};    // "": a text that the library brings along
+  int64_t context = 512;    // tokens of the probe, of which the second half is scored
+  double kld_limit = 0.01;  // mean KL divergence against the model's own f16 KV that the choice must stay under
+  std::vector<std::string> codecs = {"i8", "i5", "i4", "i43", "i3"};  // to choose from, in any order
+  int32_t sinks = 4;
+  int32_t n_threads = 0;
+  std::function<void(int64_t done, int64_t total)> on_probe = {};
+  std::function<bool()> should_stop = {};
+};
+
+struct TuneResult {
+  std::string model = {};                        // its name
+  std::vector<std::string> codec_by_layer = {};  // [n_layers]
+  double kld = 0;                                // measured with this choice
+  double bits = 0;                               // per element of sealed cells, over all layers
+  double kld_smallest = 0;                       // with the smallest codec everywhere, and
+  double kld_finest = 0;                         // with the finest one everywhere
+  std::string rules = {};                        // the rules file's text
+};
+
+// Each layer's loss is measured alone under the smallest codec, and that of the other codecs taken in proportion to
+// what they do to the layer's attention outputs; layers get finer where that gains most for each bit until the sum is
+// under the limit; then the choice is measured whole and made finer until it really is. kInvalidArgument where even the
+// finest codec everywhere is above the limit: the sentence says by how much.
+Result<TuneResult> Tune(const TuneOptions& options);
+
+// A rules file (docs/rules.md) with these codecs by layer: runs of equal layers in one line.
+std::string RulesText(const TuneResult& result);
+
+}  // namespace kvcell

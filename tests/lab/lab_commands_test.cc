@@ -1,0 +1,465 @@
+// The lab's measurements on small random models and on values whose figures are known.
+#include <gmock/gmock.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+#include <filesystem>
+#include <fstream>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "kvcell/cache.h"
+#include "lab/answers.h"
+#include "lab/codec_error.h"
+#include "lab/experiments.h"
+#include "lab/kv_data.h"
+#include "lab/npy.h"
+#include "lab/progress_state.h"
+#include "lab/quality.h"
+#include "lab/report.h"
+#include "lab/speed.h"
+#include "lab/sweep.h"
+#include "lab/tune.h"
+#include "tiny_model.h"
+
+namespace kvcell {
+namespace {
+
+namespace fs = std::filesystem;
+using ::testing::ElementsAre;
+using ::testing::HasSubstr;
+
+Geometry OneLayer(int heads = 4, int kv_heads = 2, int dim = 64) {
+  return {LayerGeometry{.n_heads = heads,
+                        .n_kv_heads = kv_heads,
+                        .head_dim_k = dim,
+                        .head_dim_v = dim,
+                        .scale = 1.0f / std::sqrt(static_cast<float>(dim))}};
+}
+
+// A tiny random model and a text that it can read, for all tests of a suite.
+class TinyModelTest : public testing::Test {
+ protected:
+  static void SetUpTestSuite() {
+    path_ = TemporaryPath("lab_tiny.gguf");
+    WriteTinyModel({}, path_);
+    text_.clear();
+    uint32_t state = 1;
+    while (text_.size() < 6000) {
+      state = state * 1664525u + 1013904223u;
+      text_ += static_cast<char>('a' + state % 26);
+      if (state % 7 == 0) text_ += ' ';
+    }
+  }
+  static void TearDownTestSuite() { fs::remove(path_); }
+
+  static std::string path_, text_;
+};
+std::string TinyModelTest::path_, TinyModelTest::text_;
+
+// --- Values ----------------------------------------------------------------------------------------------------------
+
+TEST(Npy, ReadsBackWhatItWroteAndRefusesAnythingElse) {
+  const std::string path = TemporaryPath("array.npy");
+  const std::vector<float> values = {1.0f, -2.5f, 65504.0f, 0.0f, 1.0f / 3.0f, -0.0f};
+  ASSERT_TRUE(WriteNpy(path, "<f4", {2, 3}, values).ok());
+  auto read = ReadNpy(path);
+  ASSERT_TRUE(read) << read.error().message();
+  EXPECT_THAT(read->shape, ElementsAre(2, 3));
+  EXPECT_EQ(read->values, values);
+  ASSERT_TRUE(WriteNpy(path, "<f2", {6}, values).ok());
+  read = ReadNpy(path);
+  ASSERT_TRUE(read);
+  EXPECT_THAT(read->shape, ElementsAre(6));
+  EXPECT_NEAR(read->values[4], 1.0f / 3.0f, 1e-4);
+  EXPECT_NE(read->values[4], 1.0f / 3.0f);
+  std::ifstream file(path, std::ios::binary);
+  const std::string bytes{std::istreambuf_iterator<char>(file), {}};
+  EXPECT_EQ(bytes.find('\n') % 64, 63u);  // what NumPy wants of the header's length
+  for (const size_t size : {size_t{0}, size_t{7}, size_t{10}, size_t{40}, bytes.size() - 1}) {
+    std::ofstream(path, std::ios::binary | std::ios::trunc) << bytes.substr(0, size);
+    EXPECT_EQ(ReadNpy(path).error().code(), StatusCode::kCorruption) << size;
+  }
+  std::string hostile = bytes;
+  hostile.replace(hostile.find("(6,)"), 4, "(9,)");
+  std::ofstream(path, std::ios::binary | std::ios::trunc) << hostile;
+  EXPECT_THAT(ReadNpy(path).error().message(), HasSubstr("size"));
+  fs::remove(path);
+  EXPECT_EQ(ReadNpy(path).error().code(), StatusCode::kNotFound);
+}
+
+TEST(Export, ReadsBackAndAnUnfinishedOneIsNone) {
+  const std::string directory = TemporaryPath("export");
+  const KvData data = MakeKv(OneLayer(), 130, 16, 4);
+  ASSERT_TRUE(ExportKv(data, directory).ok());
+  auto read = ImportKv(directory);
+  ASSERT_TRUE(read) << read.error().message();
+  EXPECT_EQ(read->geometry, data.geometry);
+  EXPECT_EQ(read->n_tokens, 130);
+  EXPECT_EQ(read->layers[0].k, data.layers[0].k);
+  EXPECT_EQ(read->layers[0].v, data.layers[0].v);
+  EXPECT_EQ(read->layers[0].q, data.layers[0].q);
+  const fs::path base(directory);
+  EXPECT_TRUE(fs::exists(base / "layer_000_head_001_v.npy"));
+  EXPECT_TRUE(fs::exists(base / "positions.npy"));
+  fs::remove(base / "layer_000_head_001_v.npy");
+  EXPECT_THAT(ImportKv(directory).error().message(), HasSubstr("layer_000_head_001_v.npy"));
+  std::ofstream(base / "manifest.json") << "{\"format\": \"kvcell-kv\", \"version\": 1}";
+  EXPECT_EQ(ImportKv(directory).error().code(), StatusCode::kCorruption);
+  fs::remove(base / "manifest.json");
+  EXPECT_EQ(ImportKv(directory).error().code(), StatusCode::kNotFound);
+  fs::remove_all(directory);
+}
+
+TEST(CodecErrors, AreThoseOfTheDecodedValues) {
+  const KvData data = MakeKv(OneLayer(), 192, 32, 2);
+  const auto rows = MeasureCodecErrors(data, {.codecs = {"f16", "i8", "i4", "i3", "k=bf16,v=f32"}});
+  ASSERT_TRUE(rows) << rows.error().message();
+  ASSERT_EQ(rows->size(), 5u);
+  EXPECT_EQ((*rows)[0].k.mse, 0.0);
+  EXPECT_EQ((*rows)[0].output, 0.0);
+  EXPECT_NEAR((*rows)[0].k.cosine, 1.0, 1e-9);
+  // Better codecs lose less, and what attention loses follows.
+  for (size_t i = 1; i < 4; ++i) {
+    EXPECT_LT((*rows)[i - 1].k.relative, (*rows)[i].k.relative);
+    EXPECT_LT((*rows)[i - 1].output, (*rows)[i].output);
+    EXPECT_GT((*rows)[i - 1].bits, (*rows)[i].bits);
+  }
+  EXPECT_NEAR((*rows)[2].v.relative, 0.0070, 0.0006);  // i4's contract
+  EXPECT_TRUE((*rows)[3].in_place);
+  EXPECT_FALSE((*rows)[4].in_place);
+  // By hand: the decoded head against the exact one.
+  const auto head = CodeHead(data, 0, 1, *ParseCodec("i4"), 4);
+  ASSERT_TRUE(head);
+  double error = 0;
+  for (size_t t = 4; t < 192; ++t) {
+    for (size_t d = 0; d < 64; ++d) {
+      error += std::pow(
+          static_cast<double>(head->v[t * 64 + d]) - static_cast<double>(data.layers[0].v[(t * 2 + 1) * 64 + d]), 2);
+    }
+  }
+  EXPECT_NEAR(error / (188 * 64), (*rows)[2].v.mse, 0.1 * (*rows)[2].v.mse);
+  for (size_t i = 0; i < 4 * 64; ++i) {
+    EXPECT_EQ(head->v[i], data.layers[0].v[(i / 64 * 2 + 1) * 64 + i % 64]) << "sinks stay exact";
+  }
+  EXPECT_EQ(MeasureCodecErrors(data, {.codecs = {"i9"}}).error().code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(MeasureCodecErrors(MakeKv(OneLayer(), 63, 8, 1), {.codecs = {"i4"}}).error().code(),
+            StatusCode::kInvalidArgument);
+}
+
+// The same K and V under more and more query heads a KV head: what each head loses does not grow with their number, and
+// is told for every ratio.
+TEST(FieldCases, A23OutputErrorIsToldAtEveryGqaRatio) {
+  double of_one = 0;
+  for (const int ratio : {1, 4, 8, 16}) {
+    KvData data = MakeKv(OneLayer(ratio, 1), 192, 32, 2);
+    const auto rows = MeasureCodecErrors(data, {.codecs = {"i4", "i3"}});
+    ASSERT_TRUE(rows);
+    EXPECT_GT((*rows)[1].output, (*rows)[0].output);
+    if (ratio == 1) of_one = (*rows)[0].output;
+    EXPECT_NEAR((*rows)[0].output, of_one, 0.35 * of_one) << ratio;
+  }
+}
+
+TEST(CodecErrors, MoreExactTokensLoseLess) {
+  const KvData data = MakeKv(OneLayer(), 256, 16, 6);
+  const auto output = [&](int32_t recent) {
+    return MeasureCodecErrors(data, {.codecs = {"i3"}, .recent_blocks = recent})->front().output;
+  };
+  EXPECT_LT(output(1), output(0));
+  EXPECT_EQ(output(3), 0.0);
+}
+
+TEST(Stats, NameTheLayerAndChannelsThatAreUnlikeTheRest) {
+  Geometry geometry;
+  for (int i = 0; i < 5; ++i) geometry.push_back(OneLayer()[0]);
+  KvData data = MakeKv(geometry, 128, 16, 3);
+  // Layer 2's second head: channel 7 is wide, channel 9 biased, and 16 tokens are far out.
+  for (int64_t t = 0; t < 128; ++t) {
+    data.layers[2].k[static_cast<size_t>((t * 2 + 1) * 64 + 7)] *= 40.0f;
+    data.layers[2].k[static_cast<size_t>((t * 2 + 1) * 64 + 9)] += 200.0f;
+  }
+  const auto stats = MeasureStats(data, "k=int4:g64:sym:plain,v=int4:g64", {});
+  ASSERT_TRUE(stats) << stats.error().message();
+  ASSERT_EQ(stats->rows.size(), 20u);
+  const HeadStats& odd = stats->rows[2 * 4 + 2];
+  EXPECT_EQ(odd.layer, 2);
+  EXPECT_EQ(odd.head, 1);
+  EXPECT_EQ(odd.side, 'k');
+  EXPECT_EQ(odd.widest_channel, 7);
+  EXPECT_EQ(odd.biased_channel, 9);
+  EXPECT_GT(odd.widest_ratio, 10.0);
+  EXPECT_THAT(stats->finer_k, ElementsAre(2));
+  const HeadStats& v = stats->rows[1];
+  EXPECT_NEAR(v.stddev, 1.0, 0.05);
+  EXPECT_NEAR(v.kurtosis, 2.7, 0.3);  // of a sum of four uniform values
+  EXPECT_LT(v.p001, v.p50);
+  EXPECT_LT(v.p50, v.p999);
+}
+
+TEST(Sweep, FinerScalesAndMoreExactTokensLoseLess) {
+  const KvData data = MakeKv(OneLayer(), 256, 32, 8);
+  const std::string directory = TemporaryPath("sweep");
+  const auto result = MeasureSweep(data, {.store = directory});
+  ASSERT_TRUE(result) << result.error().message();
+  ASSERT_EQ(result->granularity.size(), 6u);
+  for (size_t i = 1; i < 6; ++i) {
+    EXPECT_LE(result->granularity[i].v_relative, result->granularity[i - 1].v_relative * 1.0001) << i;
+  }
+  ASSERT_EQ(result->exact.size(), 12u);
+  EXPECT_LT(result->exact[11].output, result->exact[0].output);
+  EXPECT_NEAR(result->locality.back().mass, 1.0, 1e-6);
+  ASSERT_EQ(result->reads.size(), 2u);
+  EXPECT_GT(result->reads[0].gb_s, 0.0);
+  EXPECT_TRUE(fs::is_empty(directory));
+  fs::remove_all(directory);
+}
+
+// --- On a model ------------------------------------------------------------------------------------------------------
+
+TEST_F(TinyModelTest, CaptureKeepsWhatAttentionWasGiven) {
+  const auto data = CaptureKv({.model = path_, .text = text_, .tokens = 200, .queries = 10, .n_threads = 1});
+  ASSERT_TRUE(data) << data.error().message();
+  ASSERT_EQ(data->layers.size(), 2u);
+  EXPECT_EQ(data->layers[1].k.size(), 200u * 2 * 64);
+  EXPECT_EQ(data->layers[1].q.size(), 10u * 4 * 64);
+  // The same tokens give the same values however many follow.
+  const auto shorter = CaptureKv({.model = path_, .text = text_, .tokens = 128, .queries = 10, .n_threads = 1});
+  ASSERT_TRUE(shorter);
+  EXPECT_TRUE(std::equal(shorter->layers[1].v.begin(), shorter->layers[1].v.end(), data->layers[1].v.begin()));
+  const auto too_long = CaptureKv({.model = path_, .text = "short", .tokens = 200, .n_threads = 1});
+  EXPECT_THAT(too_long.error().message(), HasSubstr("200 are wanted"));
+}
+
+QualityOptions SmallQuality(const std::string& model, const std::string& text) {
+  return {
+      .model = model, .text = text, .context = 256, .windows = 2, .codecs = {"i4", "i3"}, .peer = true, .n_threads = 1};
+}
+
+TEST_F(TinyModelTest, QualityOrdersCodecsAndItsScoresAreThePeers) {
+  const auto result = MeasureQuality(SmallQuality(path_, text_));
+  ASSERT_TRUE(result) << result.error().message();
+  ASSERT_EQ(result->rows.size(), 6u);  // f16, i4, i3; libllama's f16, q8_0, q4_0
+  EXPECT_EQ(result->positions, 2 * 127);
+  EXPECT_EQ(result->rows[0].kld_mean, 0.0);
+  EXPECT_EQ(result->rows[0].top1, 1.0);
+  EXPECT_GT(result->rows[1].kld_mean, 0.0);
+  EXPECT_LT(result->rows[1].kld_mean, result->rows[2].kld_mean);
+  EXPECT_LT(result->rows[1].bits, result->rows[1].bits_all_in);
+  // Perplexity of two exact paths over the same windows.
+  EXPECT_LT(result->ppl_difference, 0.005);
+  EXPECT_NEAR(result->rows[0].ppl / result->rows[3].ppl, 1.0, 0.005);
+}
+
+TEST_F(TinyModelTest, QualityIsResumedToTheSameFigures) {
+  QualityOptions options = SmallQuality(path_, text_);
+  options.peer = false;
+  const auto whole = MeasureQuality(options);
+  ASSERT_TRUE(whole);
+  options.state = TemporaryPath("quality.state");
+  int windows = 0;
+  options.on_window = [&](int64_t done, int64_t) { windows = static_cast<int>(done); };
+  options.should_stop = [&] { return windows == 1; };
+  EXPECT_EQ(MeasureQuality(options).error().code(), StatusCode::kCancelled);
+  int64_t first = -1;
+  options.on_window = [&](int64_t done, int64_t) { first = first < 0 ? done : first; };
+  options.should_stop = nullptr;
+  const auto resumed = MeasureQuality(options);
+  ASSERT_TRUE(resumed);
+  EXPECT_EQ(first, 1);
+  EXPECT_EQ(resumed->rows[1].kld_mean, whole->rows[1].kld_mean);
+  EXPECT_EQ(resumed->rows[2].ppl, whole->rows[2].ppl);
+  // Another measurement does not take it for its own.
+  options.sinks = 0;
+  first = -1;
+  options.on_window = [&](int64_t done, int64_t) { first = first < 0 ? done : first; };
+  ASSERT_TRUE(MeasureQuality(options));
+  EXPECT_EQ(first, 0);
+  fs::remove(options.state);
+}
+
+TEST_F(TinyModelTest, AnswersComeFromEveryCodecAndAreResumed) {
+  AnswersOptions options{.model = path_, .codecs = {"i4"}, .max_tokens = 8, .max_questions = 7, .n_threads = 1};
+  options.state = TemporaryPath("answers.state");
+  const auto result = MeasureAnswers(options);
+  ASSERT_TRUE(result) << result.error().message();
+  ASSERT_EQ(result->rows.size(), 2u);
+  ASSERT_EQ(result->answers.size(), 14u);
+  EXPECT_EQ(result->rows[0].codec, "f16");
+  EXPECT_EQ(result->rows[0].same, 1.0);
+  EXPECT_EQ(result->rows[0].right, result->rows[0].questions);
+  EXPECT_EQ(result->rows[0].questions + result->rows[0].f16_wrong + result->rows[0].open, 7);
+  int64_t generated = 0;
+  options.should_stop = [&] { return ++generated > 1000; };
+  const auto again = MeasureAnswers(options);
+  ASSERT_TRUE(again);
+  for (size_t i = 0; i < 14; ++i) EXPECT_EQ(again->answers[i].tokens, result->answers[i].tokens);
+  fs::remove(options.state);
+}
+
+TEST_F(TinyModelTest, ChoiceComparesFourAndAgreesWithItself) {
+  ChoiceOptions options{.model = path_,
+                        .text = text_,
+                        .codecs = {"f16", "i8"},
+                        .context = 96,
+                        .continuation = 4,
+                        .questions = 8,
+                        .n_threads = 1};
+  const auto rows = MeasureChoice(options);
+  ASSERT_TRUE(rows) << rows.error().message();
+  ASSERT_EQ(rows->size(), 2u);
+  EXPECT_EQ((*rows)[0].same_as_f16, 1.0);
+  EXPECT_EQ((*rows)[0].questions, 8);
+  EXPECT_GE((*rows)[1].same_as_f16, 0.5);
+  options.text = "too short";
+  EXPECT_EQ(MeasureChoice(options).error().code(), StatusCode::kInvalidArgument);
+}
+
+TEST_F(TinyModelTest, TuneStaysUnderItsLimitWithFewerBitsThanTheFinestCodec) {
+  TuneOptions options{.model = path_, .text = text_, .context = 192, .codecs = {"i3", "i8", "i4"}, .n_threads = 1};
+  options.kld_limit = 1.0;
+  const auto smallest = Tune(options);
+  ASSERT_TRUE(smallest) << smallest.error().message();
+  EXPECT_THAT(smallest->codec_by_layer, ElementsAre("i3", "i3"));
+  ASSERT_GT(smallest->kld, smallest->kld_finest);
+  // A limit between the two: some layer must be finer, and the choice really holds.
+  options.kld_limit = 0.5 * (smallest->kld + smallest->kld_finest);
+  const auto between = Tune(options);
+  ASSERT_TRUE(between) << between.error().message();
+  EXPECT_LE(between->kld, options.kld_limit);
+  EXPECT_GT(between->bits, smallest->bits);
+  EXPECT_LT(between->bits, *CodecBitsPerElement(*ParseCodec("i8"), 64, 64) + 1e-9);
+  EXPECT_THAT(between->rules, HasSubstr("name: tuned"));
+  options.kld_limit = 0.5 * smallest->kld_finest;
+  EXPECT_THAT(Tune(options).error().message(), HasSubstr("raise the limit"));
+}
+
+TEST(TuneRules, NameRunsOfLayersThatDifferFromMost) {
+  TuneResult result{.model = "m", .codec_by_layer = {"i8", "i8", "i4", "i4", "i4", "k=int5,v=int4", "i4"}};
+  const std::string text = RulesText(result);
+  EXPECT_THAT(text, HasSubstr("\ncodec: i4\n"));
+  EXPECT_THAT(text, HasSubstr("{layers: 0-1, codec: \"i8\"}"));
+  EXPECT_THAT(text, HasSubstr("{layers: 5-5, codec: \"k=int5,v=int4\"}"));
+  EXPECT_EQ(text.find("6-6"), std::string::npos);
+}
+
+TEST(Answers, SimilarityAndRepetitionAreWhatTheySay) {
+  EXPECT_EQ(Similarity({1, 2, 3}, {1, 2, 3}), 1.0);
+  EXPECT_EQ(Similarity({1, 2, 3}, {4, 5, 6}), 0.0);
+  EXPECT_NEAR(Similarity({1, 2, 3, 4}, {1, 3, 4}), 6.0 / 7.0, 1e-12);
+  EXPECT_EQ(Similarity({}, {}), 1.0);
+  EXPECT_EQ(Similarity({}, {1}), 0.0);
+  EXPECT_EQ(Repetition({1, 2, 3, 4, 5, 6, 7, 8}), 0.0);
+  EXPECT_NEAR(Repetition({1, 1, 1, 1, 1, 1, 1, 1}), 4.0 / 5.0, 1e-12);
+}
+
+// --- Speed and room
+// ------------------------------------------------------------------------------------------------------
+
+TEST(Capacity, IsHitWhereThePlanSaysAndSmallerCodesHoldMore) {
+  CapacityOptions options{.geometry = OneLayer(),
+                          .shape = "test",
+                          .budget = uint64_t{2} << 20,
+                          .codecs = {"f16", "i4"},
+                          .sequence_tokens = 128,
+                          .n_threads = 1};
+  const auto rows = MeasureCapacity(options);
+  ASSERT_TRUE(rows) << rows.error().message();
+  ASSERT_EQ(rows->size(), 2u);
+  for (const CapacityRow& row : *rows) {
+    EXPECT_EQ(row.limit, "budget");
+    EXPECT_LE(row.context_bytes, options.budget);
+    EXPECT_GT(row.batch, 1);
+    EXPECT_LE(row.batch_bytes, options.budget);
+    EXPECT_GT(row.tokens_per_s, 0.0);
+    CacheOptions cache;
+    cache.geometry = options.geometry;
+    cache.codec = *ParseCodec(row.codec);
+    cache.max_step_tokens = 64;
+    cache.ram_budget = options.budget;
+    EXPECT_LE(PlanMemory(cache, row.context, 1)->total, options.budget);
+    EXPECT_GT(PlanMemory(cache, row.context + 128, 1)->total, options.budget);
+  }
+  EXPECT_GT((*rows)[1].context, 3 * (*rows)[0].context);
+  options.max_context = 256;
+  EXPECT_EQ(MeasureCapacity(options)->front().limit, "max_context");
+}
+
+TEST(Latency, MeasuresEveryWayAtEveryContext) {
+  const auto rows = MeasureLatency(
+      {.shape = OneLayer()[0], .contexts = {128, 512}, .codecs = {"i4", "i3"}, .n_threads = 2, .seconds = 0.001});
+  ASSERT_TRUE(rows) << rows.error().message();
+  ASSERT_EQ(rows->size(), 10u);
+  for (const LatencyRow& row : *rows) {
+    EXPECT_GT(row.ms, 0.0);
+    EXPECT_GT(row.bytes, 0u);
+  }
+  EXPECT_GT((*rows)[0].bytes, 3 * (*rows)[1].bytes);
+  EXPECT_EQ(MeasureLatency({.contexts = {32}}).error().code(), StatusCode::kInvalidArgument);
+}
+
+// --- Report
+// --------------------------------------------------------------------------------------------------------------
+
+TEST(Experiments, TheFirstThreePassOnASmallShape) {
+  const std::string directory = TemporaryPath("experiments");
+  const auto found =
+      RunExperiments({.geometry = OneLayer(), .directory = directory, .budget = uint64_t{2} << 20, .n_threads = 1});
+  ASSERT_TRUE(found) << found.error().message();
+  ASSERT_EQ(found->size(), 4u);
+  // The fourth compares times, which no test depends on.
+  for (size_t i = 0; i < 3; ++i) EXPECT_TRUE((*found)[i].pass) << (*found)[i].name << ": " << (*found)[i].found;
+  fs::remove_all(directory);
+}
+
+TEST(Report, OpensWithTheExperimentsAndDrawsEveryMeasurement) {
+  using Json = nlohmann::json;
+  ReportInput input{.title = "a <model>", .machine = "test"};
+  input.experiments = {{.name = "first", .bound = "b", .found = "f", .pass = true, .bars = {{"x", 2, "2"}}},
+                       {.name = "second", .pass = false}};
+  input.measurements = {
+      Json{{"command", "lab quality"},
+           {"rows", Json::array({Json{{"engine", "kvcell"}, {"codec", "i4"}, {"bits", 4.5}, {"kld_mean", 0.004}}})}},
+      Json{{"command", "lab answers"},
+           {"answers", Json::array({Json{{"question", "q"}, {"codec", "i4"}, {"text", "<script>"}}})}}};
+  const std::string html = ReportHtml(input);
+  EXPECT_THAT(html, HasSubstr("a &lt;model&gt;"));
+  EXPECT_THAT(html, HasSubstr("1 of 2 passed"));
+  EXPECT_LT(html.find("first"), html.find("KL divergence"));
+  EXPECT_THAT(html, HasSubstr("<svg"));
+  EXPECT_EQ(html.find("<script>"), std::string::npos);
+  EXPECT_EQ(html.find("http"), std::string::npos);
+}
+
+TEST(Report, ReadsMeasurementsAndRefusesOtherFiles) {
+  const std::string path = TemporaryPath("measurement.json");
+  std::ofstream(path) << R"({"command": "lab quality", "rows": []})";
+  EXPECT_TRUE(ReadMeasurement(path));
+  for (const char* text : {"", "[]", "{}", "{\"command\": 3}", "{\"command\": \"plan\"}"}) {
+    std::ofstream(path, std::ios::trunc) << text;
+    EXPECT_EQ(ReadMeasurement(path).error().code(), StatusCode::kCorruption) << text;
+  }
+  fs::remove(path);
+  EXPECT_EQ(ReadMeasurement(path).error().code(), StatusCode::kNotFound);
+}
+
+TEST(ProgressState, IsKeptUnderItsKeyAlone) {
+  const std::string path = TemporaryPath("progress.json");
+  ProgressState state(path, "a");
+  EXPECT_TRUE(state.values().empty());
+  state.values()["x"] = 3;
+  ASSERT_TRUE(state.Write().ok());
+  EXPECT_EQ(ProgressState(path, "a").values().at("x"), 3);
+  EXPECT_TRUE(ProgressState(path, "b").values().empty());
+  std::ofstream(path, std::ios::trunc) << "{\"key\": \"a\", \"values\": [1]}";
+  EXPECT_TRUE(ProgressState(path, "a").values().empty());
+  std::ofstream(path, std::ios::trunc) << "nonsense";
+  EXPECT_TRUE(ProgressState(path, "a").values().empty());
+  fs::remove(path);
+}
+
+}  // namespace
+}  // namespace kvcell
