@@ -113,12 +113,18 @@ Result<Engine> OpenEngine(const Options& options) {
   const auto start = std::chrono::steady_clock::now();
   Engine engine;
   engine.context = plan->context;
-  Result<std::unique_ptr<Model>> model =
-      Model::Load(options.model, {.n_threads = options.threads, .max_batch = plan->cache.max_step_tokens});
+  Result<std::unique_ptr<Model>> model = Model::Load(
+      options.model,
+      {.n_threads = options.threads, .max_batch = plan->cache.max_step_tokens, .digest_folder = DefaultDigestFolder()});
   if (!model) return Fail(model.error());
   engine.model = *std::move(model);
   engine.load_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 
+  if (!plan->cache.store.empty()) {
+    Result<std::string> key = ReadStoreKey(options);
+    if (!key) return Fail(key.error());
+    plan->cache.store_key = *std::move(key);
+  }
   plan->cache.identity = engine.model->identity();
   const bool needs_store = !plan->cache.store.empty();
   engine.shares_prefixes = !options.no_prefix && !options.store.empty();

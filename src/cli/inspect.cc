@@ -122,7 +122,14 @@ StoredCell OpenCell(const LayerCells& layer, CellInfo info) {
 
 Result<StoredSession> ReadSession(const Options& options) {
   KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
-  const Result<std::unique_ptr<Store>> store = Store::Open(options.store, {.create = false, .read_only = true});
+  StoreOptions store_options;
+  store_options.create = false;
+  store_options.read_only = true;
+  store_options.name_space = options.name_space;
+  Result<std::string> key = ReadStoreKey(options);
+  if (!key) return Fail(key.error());
+  store_options.key = *std::move(key);
+  const Result<std::unique_ptr<Store>> store = Store::Open(options.store, store_options);
   if (!store) return Fail(store.error());
   Result<SessionRecord> record = (*store)->Load(options.session);
   if (!record) return Fail(record.error());

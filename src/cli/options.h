@@ -44,6 +44,12 @@ struct Options {
   uint64_t ram_budget = 0;
   std::string store;  // "" where neither an option nor the home directory tells
   uint8_t durability = 1;
+  uint64_t disk_cap = 0;
+  int64_t ttl_seconds = 0;
+  std::string name_space;
+  std::string key_file;
+  std::string key_command;
+  uint64_t scrub_rate = uint64_t{1} << 20;
   std::string session;
   int32_t samples = 0;  // 0: one answer, reported as such
   bool no_prefix = false;
@@ -143,10 +149,15 @@ class OptionParser {
 // The options as cache options, geometry and identity left empty.
 Result<CacheOptions> ToCacheOptions(const Options& options);
 
+// The store's secret, from --key-file, --key-command or KVCELL_KEY; "" where none is given. kInvalidArgument.
+Result<std::string> ReadStoreKey(const Options& options);
+
 // Where sessions live without --store: $XDG_DATA_HOME/kvcell, else ~/.local/share/kvcell; "" where neither is known.
 std::string DefaultStore();
 // kInvalidArgument where there is no store to use.
 Status CheckStoreKnown(const Options& options);
+// Where digests of model files are remembered: $XDG_CACHE_HOME/kvcell, else ~/.cache/kvcell; "" where neither is known.
+std::string DefaultDigestFolder();
 
 // The name of an option's environment variable.
 std::string EnvironmentName(std::string_view option);

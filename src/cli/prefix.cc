@@ -1,8 +1,11 @@
 // kvcell prefix: the beginnings of prompts that a store keeps for later ones. No model is needed.
 #include <fmt/format.h>
 
+#include <filesystem>
 #include <memory>
 #include <string>
+#include <system_error>
+#include <utility>
 #include <vector>
 
 #include "cli/commands.h"
@@ -14,8 +17,16 @@ namespace kvcell::cli {
 namespace {
 
 Result<std::unique_ptr<Store>> OpenStore(const Options& options, bool read_only) {
-  Result<std::unique_ptr<Store>> store = Store::Open(options.store, {.create = false, .read_only = read_only});
-  if (!store && store.error().code() == StatusCode::kNotFound) {
+  StoreOptions store_options;
+  store_options.create = false;
+  store_options.read_only = read_only;
+  store_options.name_space = options.name_space;
+  Result<std::string> key = ReadStoreKey(options);
+  if (!key) return Fail(key.error());
+  store_options.key = *std::move(key);
+  Result<std::unique_ptr<Store>> store = Store::Open(options.store, store_options);
+  std::error_code error;
+  if (!store && store.error().code() == StatusCode::kNotFound && !std::filesystem::exists(options.store, error)) {
     return Fail(
         StatusCode::kNotFound,
         fmt::format("there is no store at {} yet; `kvcell run` makes one, --store DIR names another", options.store));

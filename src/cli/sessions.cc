@@ -15,11 +15,25 @@
 namespace kvcell::cli {
 namespace {
 
+Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
+                 const BlockKey& key) {
+  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
+}
+
 Result<std::unique_ptr<Store>> OpenStore(const Options& options, bool read_only, bool create = false) {
   KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
-  Result<std::unique_ptr<Store>> store = Store::Open(
-      options.store,
-      {.durability = static_cast<Durability>(options.durability), .create = create, .read_only = read_only});
+  StoreOptions store_options;
+  store_options.durability = static_cast<Durability>(options.durability);
+  store_options.create = create;
+  store_options.read_only = read_only;
+  store_options.name_space = options.name_space;
+  store_options.disk_cap = options.disk_cap;
+  store_options.ttl_seconds = options.ttl_seconds;
+  Result<std::string> key = ReadStoreKey(options);
+  if (!key) return Fail(key.error());
+  store_options.key = *std::move(key);
+  store_options.cell_check = CheckCell;
+  Result<std::unique_ptr<Store>> store = Store::Open(options.store, store_options);
   std::error_code error;
   if (!store && store.error().code() == StatusCode::kNotFound && !std::filesystem::exists(options.store, error)) {
     return Fail(
@@ -34,11 +48,6 @@ Json IdentityJson(const Identity& identity) {
   Json object = Json::object();
   for (const auto& [name, value] : identity) object[name] = value;
   return object;
-}
-
-Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
-                 const BlockKey& key) {
-  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
 }
 
 }  // namespace
@@ -146,7 +155,8 @@ int StoreStatsCommand(const Options& options) {
                {"cells", stats->cells},
                {"segment_bytes", stats->segment_bytes},
                {"live_bytes", stats->live_bytes},
-               {"index_bytes", stats->index_bytes}});
+               {"index_bytes", stats->index_bytes},
+               {"encrypted", stats->encrypted}});
     return 0;
   }
   Table table({"", ""});
@@ -157,6 +167,7 @@ int StoreStatsCommand(const Options& options) {
   table.Add({"segment files", FormatSize(static_cast<uint64_t>(stats->segment_bytes))});
   table.Add({"of these in use", FormatSize(static_cast<uint64_t>(stats->live_bytes))});
   table.Add({"index", FormatSize(static_cast<uint64_t>(stats->index_bytes))});
+  table.Add({"encrypted", stats->encrypted ? "yes" : "no"});
   table.Print(stdout);
   return 0;
 }
@@ -196,6 +207,35 @@ int StoreVerifyCommand(const Options& options) {
     }
   }
   return damaged->empty() ? 0 : 1;
+}
+
+int StoreCompactCommand(const Options& options) {
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, false);
+  if (!store) return Failed(store.error());
+  const Result<CompactReport> report = (*store)->Compact();
+  if (!report) return Failed(report.error());
+  if (options.json) {
+    PrintJson({{"segments_before", report->segments_before},
+               {"segments_after", report->segments_after},
+               {"bytes_before", report->bytes_before},
+               {"bytes_after", report->bytes_after},
+               {"blocks_moved", report->blocks_moved},
+               {"segments_in_use", report->segments_in_use}});
+  } else if (!options.quiet) {
+    Print(stderr, "{} -> {}, {} blocks moved{}\n", FormatSize(static_cast<uint64_t>(report->bytes_before)),
+               FormatSize(static_cast<uint64_t>(report->bytes_after)), FormatCount(report->blocks_moved),
+               report->segments_in_use > 0
+                   ? fmt::format("; {} segments are in use and stay as they are", report->segments_in_use)
+                   : "");
+  }
+  return 0;
+}
+
+int StoreRemoveCommand(const Options& options, bool erase) {
+  if (const Status status = CheckStoreKnown(options); !status.ok()) return Failed(status);
+  if (const Status status = Store::Destroy(options.store, erase); !status.ok()) return Failed(status);
+  if (options.json) PrintJson({{"removed", options.store}, {"erased", erase}});
+  return 0;
 }
 
 }  // namespace kvcell::cli

@@ -228,12 +228,15 @@ TEST(StorePrefix, AStoreFromBeforeThereWasATreeIsTakenOver) {
   { ASSERT_TRUE(SaveSession(*OpenStore(directory.store()), "a", tokens)); }
   sqlite3* db = nullptr;
   ASSERT_EQ(sqlite3_open((directory.store() + "/store.db").c_str(), &db), SQLITE_OK);
-  for (const char* table : {"prefix_spaces", "prefix_nodes", "prefix_bytes", "prefix_evicted"}) {
+  for (const char* table : {"prefix_spaces", "prefix_nodes", "prefix_bytes", "prefix_evicted", "session_parts"}) {
     ASSERT_EQ(sqlite3_exec(db, fmt::format("DROP TABLE {}", table).c_str(), nullptr, nullptr, nullptr), SQLITE_OK);
   }
+  ASSERT_EQ(sqlite3_exec(db, "PRAGMA user_version=1", nullptr, nullptr, nullptr), SQLITE_OK);
   sqlite3_close(db);
   {
-    auto store = OpenStore(directory.store(), {.read_only = true});
+    StoreOptions options;
+    options.read_only = true;
+    auto store = OpenStore(directory.store(), options);
     EXPECT_TRUE(Find(*store, tokens).blocks.empty());
     EXPECT_TRUE(store->ListPrefixes()->empty());
   }
