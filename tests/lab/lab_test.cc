@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "kvcell/cache.h"
 #include "lab/answers.h"
 #include "lab/codec_error.h"
 #include "lab/experiments.h"
