@@ -196,10 +196,11 @@ class Experiments {
     options.geometry = data_.geometry;
     options.max_step_tokens = kBlockTokens;
     options.max_threads = 1;
+    // The smallest memory that this context can be attended in: most of its blocks have to leave.
+    options.ram_budget = 1;
     auto plan = PlanMemory(options, data_.n_tokens, 1);
     if (!plan) return Fail(plan.error());
-    // Room for about half of the blocks.
-    options.ram_budget = std::max(plan->minimum, plan->total - plan->coded / 2);
+    options.ram_budget = plan->minimum;
     std::vector<std::string> trace;
     const auto note = [&](const MadeRun& run) {
       const CellInfo cell = run.cache->Inspect(run.sequence).front();

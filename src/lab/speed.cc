@@ -308,7 +308,7 @@ class CapacityRun {
  private:
   static constexpr int64_t kStep = 64;
 
-  Result<std::unique_ptr<Cache>> Open(const std::string& codec, int32_t sequences) {
+  Result<CacheOptions> OptionsFor(const std::string& codec, int32_t sequences) const {
     auto spec = ParseCodec(codec);
     if (!spec) return Fail(spec.error());
     CacheOptions cache;
@@ -318,7 +318,12 @@ class CapacityRun {
     cache.max_step_tokens = static_cast<int32_t>(kStep);
     cache.max_sequences = sequences;
     cache.max_threads = ThreadsOf(options_.n_threads);
-    return Cache::Open(cache);
+    return cache;
+  }
+
+  Result<std::unique_ptr<Cache>> Open(const std::string& codec, int32_t sequences) const {
+    const auto cache = OptionsFor(codec, sequences);
+    return cache ? Cache::Open(*cache) : Fail(cache.error());
   }
 
   // One step of a single sequence, with or without attention. kOutOfBudget when there is no room.
@@ -384,15 +389,10 @@ class CapacityRun {
     return OkStatus();
   }
 
-  Result<bool> Fits(const std::string& codec, int32_t n) {
-    auto spec = ParseCodec(codec);
-    if (!spec) return Fail(spec.error());
-    CacheOptions cache;
-    cache.codec = *spec;
-    cache.geometry = options_.geometry;
-    cache.max_step_tokens = static_cast<int32_t>(kStep);
-    cache.max_sequences = n;
-    auto plan = PlanMemory(cache, options_.sequence_tokens + 1, n);
+  Result<bool> Fits(const std::string& codec, int32_t n) const {
+    const auto cache = OptionsFor(codec, n);
+    if (!cache) return Fail(cache.error());
+    auto plan = PlanMemory(*cache, options_.sequence_tokens + 1, n);
     if (!plan) return Fail(plan.error());
     return plan->total <= options_.budget;
   }

@@ -379,6 +379,8 @@ TEST(Capacity, IsHitWhereThePlanSaysAndSmallerCodesHoldMore) {
     cache.geometry = options.geometry;
     cache.codec = *ParseCodec(row.codec);
     cache.max_step_tokens = 64;
+    cache.ram_budget = options.budget;
+    cache.max_threads = 1;
     EXPECT_LE(PlanMemory(cache, row.context, 1)->total, options.budget);
     EXPECT_GT(PlanMemory(cache, row.context + 128, 1)->total, options.budget);
   }
