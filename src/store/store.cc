@@ -243,7 +243,16 @@ Result<bool> StoreImpl::CollectExtent(const ExtentKey& key, bool erase) {
     if (!(*used)[i]) unused.push_back(i);
   }
   const bool none_used = std::ranges::none_of(*used, [](bool is_used) { return is_used; });
-  const auto freed = segments_->Free(key, extent.shape, extent.n_blocks, unused, none_used, erase);
+  // Where a segment was cut from outside and has grown again, a newer extent may lie in this one's place: its bytes
+  // stay, and the space comes back with the segment (ReclaimSegment).
+  const auto neighbours = index_->ListExtents(key.segment);
+  if (!neighbours) return Fail(neighbours.error());
+  const bool overlapped = std::ranges::any_of(*neighbours, [&](const ExtentRow& other) {
+    return other.key != key && other.range().begin < extent.range().end && extent.range().begin < other.range().end;
+  });
+  const auto freed = overlapped
+                         ? Result<std::vector<uint32_t>>(unused)
+                         : segments_->Free(key, extent.shape, extent.n_blocks, unused, none_used, erase);
   if (!freed) return Fail(freed.error());
   for (const uint32_t index : *freed) extent.freed[index] = true;
   const bool all_freed = std::ranges::all_of(extent.freed, [](bool is_freed) { return is_freed; });

@@ -444,6 +444,29 @@ class Resume(CliTest):
         self.assertIn("computed again", report["note"])
         self.assertEqual(report["tokens"], whole[4:])
 
+    def test_what_was_computed_again_replaces_what_was_damaged(self):
+        self.run_json("--raw", "-p", TEXT * 4, "-n", 2, "--session", "s")
+        cut, flipped = str(self.home / "cut"), str(self.home / "flipped")
+        for copy in (cut, flipped):
+            shutil.copytree(self.store, copy)
+        for segment in glob.glob(f"{cut}/segments/*.kvs"):
+            os.truncate(segment, os.path.getsize(segment) * 2 // 3)
+        for segment in glob.glob(f"{flipped}/segments/*.kvs"):
+            with open(segment, "r+b") as file:
+                size = os.path.getsize(segment)
+                for part in (3, 5, 8):
+                    file.seek(size * part // 10)
+                    byte = file.read(1)[0]
+                    file.seek(size * part // 10)
+                    file.write(bytes([byte ^ 4]))
+        for copy in (cut, flipped):
+            once = self.call("run", "-m", MODEL, "--store", copy, "--session", "s", "-n", 2)
+            self.assertEqual(once.returncode, 0, once.stderr)
+            self.assertIn("computed again", once.stderr)
+            self.assertEqual(self.json("store", "verify", "--store", copy)["damaged"], [])
+            again = self.json("run", "-m", MODEL, "--store", copy, "--session", "s", "-n", 2)
+            self.assertEqual(again["prompt_tokens"], 0, "all was stored")
+
     def test_budget_smaller_than_the_context_gives_the_same_answer(self):
         prompt = TEXT * 14
         free = self.run_json("--raw", "-p", prompt, "-n", 8)
