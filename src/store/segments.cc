@@ -104,7 +104,7 @@ Result<std::optional<Segments::Owned>> Segments::Adopt(uint64_t bytes) {
   std::ranges::sort(*segments, std::greater<>());
   for (const uint64_t segment : *segments) {
     const bool mine = std::ranges::any_of(owned_, [&](const Owned& owned) { return owned.segment == segment; });
-    if (mine) continue;
+    if (mine || cut_off_.contains(segment)) continue;
     auto file = TryOwn(segment);
     if (!file || !*file || !OpenForRead(segment)) continue;  // unreadable ones are for Verify to name
     const auto info = (*file)->Stat();
@@ -446,7 +446,7 @@ Result<std::optional<File>> Segments::TryOwn(uint64_t segment) const {
   return std::optional<File>(std::move(*file));
 }
 
-Status Segments::Reclaim(const File& owned, uint64_t segment, std::span<const ExtentRange> committed) const {
+Status Segments::Reclaim(const File& owned, uint64_t segment, std::span<const ExtentRange> committed) {
   if (committed.empty()) {
     const int result = calls_.UnlinkAt(directory_.fd(), SegmentName(segment).c_str());
     return result < 0 && result != -ENOENT ? ErrnoStatus(-result, "remove", owned.path()) : OkStatus();
@@ -455,6 +455,10 @@ Status Segments::Reclaim(const File& owned, uint64_t segment, std::span<const Ex
   if (!info) return info.error();
   const uint64_t end = std::ranges::max(committed, {}, &ExtentRange::end).end;
   if (static_cast<uint64_t>(info->st_size) > end) KVCELL_RETURN_IF_ERROR(owned.Truncate(end));
+  if (static_cast<uint64_t>(info->st_size) < end) {
+    const std::lock_guard lock(append_mutex_);
+    cut_off_.insert(segment);
+  }
   uint64_t at = kPageBytes;
   for (const auto& range : committed) {
     if (range.begin > at && range.begin - at >= kPageBytes) {

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <shared_mutex>
 #include <span>
 #include <string>
@@ -109,7 +110,7 @@ class Segments {
   // Becomes the owner of a segment that nobody owns; nothing where someone does or it isn't this store's.
   Result<std::optional<File>> TryOwn(uint64_t segment) const;
   // The owner gives back what no committed extent (in order of offset) takes; the file itself where there is none.
-  Status Reclaim(const File& owned, uint64_t segment, std::span<const ExtentRange> committed) const;
+  Status Reclaim(const File& owned, uint64_t segment, std::span<const ExtentRange> committed);
   // The segments that this process owns. It gives them up, after which anyone may reclaim them.
   std::vector<std::pair<uint64_t, File>> TakeOwned();
 
@@ -135,8 +136,9 @@ class Segments {
   const File directory_;
   const Options options_;
 
-  std::mutex append_mutex_;   // before hold_mutex_
-  std::vector<Owned> owned_;  // extents go to the last
+  std::mutex append_mutex_;     // before hold_mutex_
+  std::set<uint64_t> cut_off_;  // segments that end before what was committed in them: nothing is appended there
+  std::vector<Owned> owned_;    // extents go to the last
   bool start_segment_ = false;
   std::vector<std::byte> staging_;
 
