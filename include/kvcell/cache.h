@@ -45,8 +45,8 @@ struct CacheOptions {
   // computed twice.
   uint64_t prefix_bytes = 0;
   int32_t prefix_roots = 8;  // most different beginnings among these; room for their exact sinks is set aside
-  std::string store;        // directory; needed for sessions and for a budget smaller than the context; "": none
-  uint8_t durability = 1;   // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
+  std::string store;         // directory; needed for sessions and for a budget smaller than the context; "": none
+  uint8_t durability = 1;    // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
   // Secret of an encrypted store, 32 bytes and more; "": not encrypted. Its cells are read through RAM always.
   std::string store_key;
   // Tenant: sessions and blocks of others are neither seen nor shared; "": the common one.

@@ -223,10 +223,10 @@ int StoreCompactCommand(const Options& options) {
                {"segments_in_use", report->segments_in_use}});
   } else if (!options.quiet) {
     Print(stderr, "{} -> {}, {} blocks moved{}\n", FormatSize(static_cast<uint64_t>(report->bytes_before)),
-               FormatSize(static_cast<uint64_t>(report->bytes_after)), FormatCount(report->blocks_moved),
-               report->segments_in_use > 0
-                   ? fmt::format("; {} segments are in use and stay as they are", report->segments_in_use)
-                   : "");
+          FormatSize(static_cast<uint64_t>(report->bytes_after)), FormatCount(report->blocks_moved),
+          report->segments_in_use > 0
+              ? fmt::format("; {} segments are in use and stay as they are", report->segments_in_use)
+              : "");
   }
   return 0;
 }

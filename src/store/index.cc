@@ -673,8 +673,8 @@ Status Index::ReadSessionData(const SessionRow& row, SessionRecord* record, Sess
   if (!*found) return OkStatus();
   const std::array<std::span<const std::byte>, kDataColumns> columns = {query.GetBlob(kTokens), query.GetBlob(kExact),
                                                                         query.GetBlob(kLogits), query.GetBlob(kExtras)};
-  const bool whole = DataChecksum(row.id, columns[kTokens], columns[kExact], columns[kLogits], columns[kExtras]) ==
-                     row.data_checksum;
+  const bool whole =
+      DataChecksum(row.id, columns[kTokens], columns[kExact], columns[kLogits], columns[kExtras]) == row.data_checksum;
   std::array<bool, kDataColumns> sound{whole, whole, whole, whole};
   if (!whole) KVCELL_RETURN_IF_ERROR(CheckParts(row, columns, sound));
   const auto copy = [&](DataColumn column, auto* to) {
@@ -692,8 +692,7 @@ Status Index::ReadSessionData(const SessionRow& row, SessionRecord* record, Sess
     if (!bytes.empty()) std::memcpy(to->data(), bytes.data(), bytes.size());
     return true;
   };
-  damage->tokens =
-      !copy(kTokens, &record->tokens) || static_cast<int64_t>(record->tokens.size()) != row.n_tokens;
+  damage->tokens = !copy(kTokens, &record->tokens) || static_cast<int64_t>(record->tokens.size()) != row.n_tokens;
   damage->exact = !copy(kExact, &record->exact);
   damage->logits = !copy(kLogits, &record->logits);
   damage->extras = !copy(kExtras, &record->extras);
@@ -823,7 +822,8 @@ Result<std::vector<std::optional<BlockRow>>> Index::ReadSessionBlocks(const Sess
     }
     // Where the session's own tokens are damaged, those of its blocks stand for them.
     const auto begin = static_cast<size_t>(position) * kBlockTokens;
-    if (tokens.empty() || std::ranges::equal(block->record.tokens, tokens.subspan(begin, kBlockTokens))) blocks[static_cast<size_t>(position)] = std::move(block);
+    if (tokens.empty() || std::ranges::equal(block->record.tokens, tokens.subspan(begin, kBlockTokens)))
+      blocks[static_cast<size_t>(position)] = std::move(block);
   }
 }
 
@@ -884,7 +884,7 @@ Result<std::optional<BlockRow>> Index::FindBlock(int64_t id) {
 }
 
 // Where a session has a block, or else where the prefix tree has it.
-#define KVCELL_BLOCK_POSITION                                                             \
+#define KVCELL_BLOCK_POSITION                                                     \
   "COALESCE((SELECT position FROM session_blocks WHERE block=blocks.id LIMIT 1)," \
   "(SELECT depth FROM prefix_nodes WHERE block=blocks.id))"
 

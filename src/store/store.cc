@@ -250,9 +250,8 @@ Result<bool> StoreImpl::CollectExtent(const ExtentKey& key, bool erase) {
   const bool overlapped = std::ranges::any_of(*neighbours, [&](const ExtentRow& other) {
     return other.key != key && other.range().begin < extent.range().end && extent.range().begin < other.range().end;
   });
-  const auto freed = overlapped
-                         ? Result<std::vector<uint32_t>>(unused)
-                         : segments_->Free(key, extent.shape, extent.n_blocks, unused, none_used, erase);
+  const auto freed = overlapped ? Result<std::vector<uint32_t>>(unused)
+                                : segments_->Free(key, extent.shape, extent.n_blocks, unused, none_used, erase);
   if (!freed) return Fail(freed.error());
   for (const uint32_t index : *freed) extent.freed[index] = true;
   const bool all_freed = std::ranges::all_of(extent.freed, [](bool is_freed) { return is_freed; });
@@ -747,10 +746,11 @@ Status StoreImpl::MendData(const SessionRow& row, const SessionDamage& damage,
       record->tokens.insert(record->tokens.end(), block.tokens.begin(), block.tokens.end());
     const int64_t lost = row.n_tokens - static_cast<int64_t>(record->tokens.size());
     if (record->tokens.empty()) {
-      return Status(StatusCode::kCorruption,
-                    fmt::format("index {}: the tokens of session '{}' are damaged, and no sound block has them: `kvcell "
-                                "sessions rm` removes it",
-                                index_->path(), row.name));
+      return Status(
+          StatusCode::kCorruption,
+          fmt::format("index {}: the tokens of session '{}' are damaged, and no sound block has them: `kvcell "
+                      "sessions rm` removes it",
+                      index_->path(), row.name));
     }
     note(&record->notice, "is damaged: its tokens are taken from its blocks");
     if (lost > 0) {
@@ -802,7 +802,8 @@ Status StoreImpl::Remove(const std::string& name, bool erase) {
     status = RemoveRows(name, erase ? Removal::kErase : Removal::kPlain, &emptied);
   }
   if (status.code() == StatusCode::kNoSpace && !erase) {
-    // Zeroing the session's rows takes as much of the log as they are long; leaving their pages as they are takes little.
+    // Zeroing the session's rows takes as much of the log as they are long; leaving their pages as they are takes
+    // little.
     (void)index_->database().Run("PRAGMA secure_delete=OFF");
     status = RemoveRows(name, Removal::kPlain, &emptied);
     (void)index_->database().Run("PRAGMA secure_delete=ON");

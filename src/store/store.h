@@ -83,9 +83,9 @@ struct SessionRecord {
   // Blocks from this one on are this session's alone: they are neither found nor shared by others, however equal their
   // tokens. Set by Load, where some are, to their first.
   size_t n_shared = std::numeric_limits<size_t>::max();
-  int64_t last_used = 0;         // unix seconds; set by Commit
-  std::string damage;            // by Load: why `blocks` ends early (which block, what is wrong); "" where all is sound
-  std::string notice;            // by Load: what the user should know of the store; "" where all is well
+  int64_t last_used = 0;  // unix seconds; set by Commit
+  std::string damage;     // by Load: why `blocks` ends early (which block, what is wrong); "" where all is sound
+  std::string notice;     // by Load: what the user should know of the store; "" where all is well
   std::optional<Durability> durability;  // of this save; nothing: the store's
 };
 

@@ -1,5 +1,5 @@
-// Damage that heals or stays small: stored cells are replaced by who computes them again, parts of a session's data fall
-// one by one, and what is missing is named.
+// Damage that heals or stays small: stored cells are replaced by who computes them again, parts of a session's data
+// fall one by one, and what is missing is named.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <sqlite3.h>
@@ -118,8 +118,8 @@ class Parts : public testing::TestWithParam<bool> {
   // Turns a byte of a column over.
   void Damage(const std::string& column) {
     RunSql(directory_.store(), fmt::format("UPDATE session_data SET {0}=CAST(substr({0},1,length({0})-1) || "
-                                        "CASE WHEN substr({0},-1)=x'00' THEN x'01' ELSE x'00' END AS BLOB)",
-                                        column));
+                                           "CASE WHEN substr({0},-1)=x'00' THEN x'01' ELSE x'00' END AS BLOB)",
+                                           column));
   }
   Result<SessionRecord> Load() {
     store_ = OpenStore(directory_.store(), Options());
@@ -219,7 +219,8 @@ TEST(ExportPadding, EveryByteOfAnExportCounts) {
   }
 }
 
-// A session whose cells another one uses gives no cells back; its rows are long, and zeroing them takes room in the log.
+// A session whose cells another one uses gives no cells back; its rows are long, and zeroing them takes room in the
+// log.
 TEST(FullDisk, ASessionThatSharesItsCellsCanBeRemoved) {
   TemporaryDirectory directory;
   const std::string disk = directory / "disk";

@@ -127,8 +127,10 @@ Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier)
       SessionRecord record;
       SessionDamage damage;
       KVCELL_FAIL_IF_ERROR(index_->ReadSessionData(row, &record, &damage));
-      for (const auto& [is_damaged, part] : {std::pair(damage.tokens, "tokens"), {damage.exact, "exact cells"},
-                                             {damage.logits, "logits"}, {damage.extras, "settings"}}) {
+      for (const auto& [is_damaged, part] : {std::pair(damage.tokens, "tokens"),
+                                             {damage.exact, "exact cells"},
+                                             {damage.logits, "logits"},
+                                             {damage.extras, "settings"}}) {
         if (is_damaged) {
           findings.Row(row.name, 0, index_->path(), fmt::format("the session's stored {} fail their checksum", part));
         }
