@@ -467,22 +467,8 @@ Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2]) {
   Pending pending;
   const int64_t before = std::exchange(record->last_used, now);
   const Status status = CommitRows(record, shapes, *revision, &pending);
-  if (!status.ok()) {
-    record->last_used = before;
-    if (pending.in_doubt && !SettleIndex()) segments_->MarkCommitted(pending.registered);
-    for (const auto& place : pending.held) segments_->Release(place);
-    return status;
-  }
-  head_.Write(pending.commits, std::exchange(lost_commits_, 0) != 0);
-  segments_->MarkCommitted(pending.registered);
-  for (size_t i = 0; i < pending.rows.size(); ++i) record->blocks[i] = pending.rows[i].record;
-  for (const auto& place : pending.given_up) segments_->Release(place);
-  // Saved; space that this frees is found by the next one to open the store where it can't be given back now.
-  for (const auto& key : pending.emptied) (void)CollectExtent(key, false);
-  RemoveExpired();
-  (void)MakeRoom(0);
-  TrimLog();
-  return OkStatus();
+  if (!status.ok()) record->last_used = before;
+  return Settle(status, &pending, &record->blocks);
 }
 
 Status StoreImpl::CommitRows(SessionRecord* record, const CellSetShape shapes[2], uint64_t revision, Pending* pending) {
@@ -511,15 +497,37 @@ Status StoreImpl::CommitRows(SessionRecord* record, const CellSetShape shapes[2]
   if (!links) return links.error();
   KVCELL_RETURN_IF_ERROR(index_->WriteLinks(row.id, *links, pending->rows));
   for (const auto& link : *links) pending->old_blocks.push_back(link.block);
+  return EndRows(&transaction, pending);
+}
+
+Status StoreImpl::EndRows(Transaction* transaction, Pending* pending) {
   auto emptied = index_->DeleteUnusedBlocks(pending->old_blocks);
   if (!emptied) return emptied.error();
   pending->emptied.insert(pending->emptied.end(), emptied->begin(), emptied->end());
   const auto commits = index_->CountCommit();
   if (!commits) return commits.error();
   pending->commits = *commits;
-  const Status status = transaction.Commit();
+  const Status status = transaction->Commit();
   pending->in_doubt = !status.ok();
   return status;
+}
+
+Status StoreImpl::Settle(const Status& status, Pending* pending, std::vector<BlockRecord>* blocks) {
+  if (!status.ok()) {
+    if (pending->in_doubt && !SettleIndex()) segments_->MarkCommitted(pending->registered);
+    for (const auto& place : pending->held) segments_->Release(place);
+    return status;
+  }
+  head_.Write(pending->commits, std::exchange(lost_commits_, 0) != 0);
+  segments_->MarkCommitted(pending->registered);
+  for (size_t i = 0; i < pending->rows.size(); ++i) (*blocks)[i] = pending->rows[i].record;
+  for (const auto& place : pending->given_up) segments_->Release(place);
+  // Stored; space that this frees is found by the next one to open the store where it can't be given back now.
+  for (const auto& key : pending->emptied) (void)CollectExtent(key, false);
+  RemoveExpired();
+  (void)MakeRoom(0);
+  TrimLog();
+  return OkStatus();
 }
 
 bool StoreImpl::SettleIndex() {

@@ -146,6 +146,11 @@ class StoreImpl final : public Store {
   Result<std::unique_ptr<SessionLock>> LockUnlessHeld(const std::string& name);
   Status CheckRecord(const SessionRecord& record) const;
   Status CommitRows(SessionRecord* record, const CellSetShape shapes[2], uint64_t revision, Pending* pending);
+  // The end of every write of rows: blocks that nothing uses any more go, the commit is counted and made.
+  Status EndRows(Transaction* transaction, Pending* pending);
+  // What follows it: `blocks` become those of the store and space comes back, or all that was held is let go. Gives
+  // `status` back.
+  Status Settle(const Status& status, Pending* pending, std::vector<BlockRecord>* blocks);
   // Shares the stored block that has the same tokens, past and identity, or stores this one; either way it becomes the
   // next of pending->rows and has its place in the prefix tree.
   Status CommitBlock(const BlockRecord& block, const CellSetShape shapes[2], int64_t space, bool held,

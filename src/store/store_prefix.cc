@@ -119,21 +119,7 @@ Status StoreImpl::Publish(PrefixRecord* record, const CellSetShape shapes[2]) {
   if (options_.durability == Durability::kPower) KVCELL_RETURN_IF_ERROR(segments_->SyncAppended());
   KVCELL_RETURN_IF_ERROR(index_->SetDurability(options_.durability));
   Pending pending;
-  const Status status = PublishRows(record, shapes, &pending);
-  if (!status.ok()) {
-    if (pending.in_doubt && !SettleIndex()) segments_->MarkCommitted(pending.registered);
-    for (const auto& place : pending.held) segments_->Release(place);
-    return status;
-  }
-  head_.Write(pending.commits, std::exchange(lost_commits_, 0) != 0);
-  segments_->MarkCommitted(pending.registered);
-  for (size_t i = 0; i < pending.rows.size(); ++i) record->blocks[i] = pending.rows[i].record;
-  for (const auto& place : pending.given_up) segments_->Release(place);
-  for (const auto& key : pending.emptied) (void)CollectExtent(key, false);
-  RemoveExpired();
-  (void)MakeRoom(0);
-  TrimLog();
-  return OkStatus();
+  return Settle(PublishRows(record, shapes, &pending), &pending, &record->blocks);
 }
 
 Status StoreImpl::PublishRows(PrefixRecord* record, const CellSetShape shapes[2], Pending* pending) {
@@ -148,15 +134,7 @@ Status StoreImpl::PublishRows(PrefixRecord* record, const CellSetShape shapes[2]
   if (!record->replicas.empty()) {
     KVCELL_RETURN_IF_ERROR(prefixes.WriteBytes(pending->rows.back().id, PrefixBytes::kReplicas, record->replicas));
   }
-  auto emptied = index_->DeleteUnusedBlocks(pending->old_blocks);
-  if (!emptied) return emptied.error();
-  pending->emptied.insert(pending->emptied.end(), emptied->begin(), emptied->end());
-  const auto commits = index_->CountCommit();
-  if (!commits) return commits.error();
-  pending->commits = *commits;
-  const Status status = transaction.Commit();
-  pending->in_doubt = !status.ok();
-  return status;
+  return EndRows(&transaction, pending);
 }
 
 // Once for each first block: every chain that begins with it reads the same ones.
