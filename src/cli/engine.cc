@@ -120,15 +120,15 @@ Result<Engine> OpenEngine(const Options& options) {
   engine.model = *std::move(model);
   engine.load_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
 
+  plan->cache.identity = engine.model->identity();
+  const bool needs_store = !plan->cache.store.empty();
+  engine.shares_prefixes = !options.no_prefix && !options.store.empty();
+  if (engine.shares_prefixes) plan->cache.store = options.store;
   if (!plan->cache.store.empty()) {
     Result<std::string> key = ReadStoreKey(options);
     if (!key) return Fail(key.error());
     plan->cache.store_key = *std::move(key);
   }
-  plan->cache.identity = engine.model->identity();
-  const bool needs_store = !plan->cache.store.empty();
-  engine.shares_prefixes = !options.no_prefix && !options.store.empty();
-  if (engine.shares_prefixes) plan->cache.store = options.store;
   Result<std::unique_ptr<Cache>> cache = Cache::Open(plan->cache);
   if (!cache && engine.shares_prefixes && !needs_store) {
     // Nobody asked for the store: without it the answer is the same, only the prompt is computed whole.

@@ -667,6 +667,14 @@ class Stores(CliTest):
         self.refused(*run, "--key-file", other, code=1, words=["key", self.store])
         self.refused("sessions", "ls", "--store", self.store, code=1, words=["encrypted"])
 
+    def test_prompts_without_a_session_are_kept_encrypted_too(self):
+        key = self.key_file()
+        first = self.run_json("--raw", "-p", TEXT, "-n", 1, "--key-file", key)
+        again = self.run_json("--raw", "-p", TEXT, "-n", 1, "--key-file", key)
+        self.assertGreater(again["reused_tokens"], 0)
+        self.assertEqual(again["tokens"], first["tokens"])
+        self.assertTrue(self.json("store", "stats", "--store", self.store, "--key-file", key)["encrypted"])
+
     def test_keys_that_are_none(self):
         run = ("run", "-m", MODEL, "--store", self.store, "--session", "s", "-p", "x", "--quiet")
         self.refused(*run, "--key-file", self.key_file(content=b"short"), code=2, words=["32"])
