@@ -12,6 +12,8 @@
 #include "base/checksum.h"
 #include "base/file.h"
 #include "store/bytes.h"
+#include "store/envelope.h"
+#include "store/head.h"
 #include "store/index.h"
 #include "store/portable.h"
 #include "store/segment_format.h"
@@ -26,6 +28,13 @@ void SealFirst64(std::vector<std::byte>* bytes) {
   std::memcpy(bytes->data() + 56, &checksum, sizeof(checksum));
 }
 
+// The envelope's checksum, so that what lies behind it is reached.
+void SealEnvelope(std::vector<std::byte>* bytes) {
+  if (bytes->size() < kEnvelopeHeaderBytes || std::memcmp(bytes->data(), "VSSEALED", 8) != 0) return;
+  const uint64_t checksum = Checksum64(std::span(*bytes).first(kEnvelopeHeaderBytes - sizeof(uint64_t)));
+  std::memcpy(bytes->data() + kEnvelopeHeaderBytes - sizeof(checksum), &checksum, sizeof(checksum));
+}
+
 void ReadAsExport(std::vector<std::byte> bytes, bool seal) {
   if (seal && bytes.size() >= 64) {
     uint64_t offset = 0;
@@ -38,6 +47,7 @@ void ReadAsExport(std::vector<std::byte> bytes, bool seal) {
     }
     SealFirst64(&bytes);
   }
+  SealEnvelope(&bytes);
   static const int memory = ::memfd_create("export", MFD_CLOEXEC);
   if (::ftruncate(memory, 0) != 0 ||
       ::pwrite(memory, bytes.data(), bytes.size(), 0) != static_cast<ssize_t>(bytes.size()))
@@ -47,14 +57,17 @@ void ReadAsExport(std::vector<std::byte> bytes, bool seal) {
   } calls;
   const auto file = File::Open(calls, AT_FDCWD, "export", O_RDONLY, 0, "export");
   if (!file) return;
-  const auto session = ReadExport(*file);
+  static const std::string key(40, 'k');
+  const auto source = OpenSource(*file, key);
+  if (!source) return;
+  const auto session = ReadExport(**source);
   if (!session) return;
   for (size_t kind = 0; kind < 2; ++kind) {
     for (const uint32_t block : session->with_cells[kind]) {
       if (block >= session->record.blocks.size()) __builtin_trap();
     }
-    if (session->cells[kind].offset > bytes.size() ||
-        session->cells[kind].bytes > bytes.size() - session->cells[kind].offset) {
+    const uint64_t there = (*source)->Bytes().value_or(0);
+    if (session->cells[kind].offset > there || session->cells[kind].bytes > there - session->cells[kind].offset) {
       __builtin_trap();
     }
   }
@@ -82,7 +95,7 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
   if (size == 0) return 0;
   const auto input = std::as_bytes(std::span(data, size)).subspan(1);
   std::vector<std::byte> bytes(input.begin(), input.end());
-  switch (data[0] % 6) {
+  switch (data[0] % 8) {
     case 0:
       if (data[0] >= 128) SealFirst64(&bytes);
       (void)ParseSegmentHeader(bytes, "fuzz");
@@ -100,8 +113,11 @@ extern "C" int LLVMFuzzerTestOneInput(const uint8_t* data, size_t size) {
     case 3:
       ReadAsPlace(bytes);
       break;
+    case 4:
+      (void)ParseHead(bytes, StoreId{});
+      break;
     default:
-      ReadAsExport(std::move(bytes), data[0] % 6 == 5);
+      ReadAsExport(std::move(bytes), data[0] % 8 >= 6);
       break;
   }
   return 0;

@@ -7,7 +7,7 @@
 source "$(dirname "$0")/lib.sh"
 
 BUILD_PACKAGES=(ca-certificates g++ ccache cmake ninja-build pkg-config binutils python3 python3-pip
-  libfmt-dev libexpected-dev nlohmann-json3-dev libsqlite3-dev libxxhash-dev libcli11-dev libyaml-cpp-dev
+  libfmt-dev libexpected-dev nlohmann-json3-dev libsqlite3-dev libxxhash-dev libsodium-dev libcli11-dev libyaml-cpp-dev
   libgtest-dev libgmock-dev librapidcheck-dev)
 ALL_PACKAGES=(clang clang-tidy clang-format libclang-rt-14-dev llvm shellcheck
   g++-aarch64-linux-gnu googletest qemu-user spin)

@@ -4,7 +4,7 @@
 #
 # spin.sh KVCELL: the program whose rule tables are checked.
 source "$(dirname "$0")/lib.sh"
-KVCELL=${1:-$ROOT/build/release/kvcell}
+KVCELL=$(realpath "${1:-$ROOT/build/release/kvcell}")
 command -v spin >/dev/null || die "spin is not there; scripts/setup.sh all installs it"
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT

@@ -66,6 +66,15 @@ struct CacheOptions {
   int32_t prefix_roots = 8;  // most different beginnings among these; room for their exact sinks is set aside
   std::string store;         // directory; needed for sessions and for a budget smaller than the context; "": none
   uint8_t durability = 1;    // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
+  // Secret of an encrypted store, 32 bytes and more; "": not encrypted. Its cells are read through RAM always.
+  std::string store_key;
+  // Tenant: sessions and blocks of others are neither seen nor shared; "": the common one.
+  std::string name_space;
+  // Most bytes of the store's files; 0: no cap. Before it is passed, sessions that were not used for the longest lose
+  // cells, from their end.
+  uint64_t disk_cap = 0;
+  int64_t ttl_seconds = 0;              // sessions not used for so long are removed; 0: never
+  uint64_t scrub_bytes_per_second = 0;  // stored cells are checked in the background at this rate; 0: not at all
   // All that decides whether stored cells may be read and that the cache can't know: weights, tokenizer, RoPE ... as
   // named fields. Geometry, codec, exactness and format version are added by the cache.
   std::vector<std::pair<std::string, std::string>> identity;
@@ -174,6 +183,7 @@ struct OpenedSession {
   int64_t usable = 0;
   std::vector<float> logits;  // of the last token; empty unless usable == tokens.size()
   std::string extras;
+  std::string notice;    // what the user should know of the store, though the session is sound; "" otherwise
   std::string note;      // why usable < tokens.size(): which cell of which file is damaged; "" otherwise
   bool created = false;  // the store had no such session: an empty one that holds the name
 };
@@ -240,8 +250,8 @@ class Cache {
   // for another codec, sinks or recent_blocks, which a cache has for life; the old rules then stay in force.
   virtual Status SetRules(std::shared_ptr<const Rules> rules) = 0;
   // Asked from outside, done between two steps. Pin: the sequence's cells stay in RAM whatever the rules say. Persist:
-  // hard MEMORY_PRESSURE on its cells alone. Evict: its sealed cells in [begin, end) are given up and no longer
-  // attended.
+  // hard MEMORY_PRESSURE on its cells alone, which reads do not bring back to RAM until Pin is called either way. Evict:
+  // its sealed cells in [begin, end) are given up and no longer attended.
   virtual Status Pin(SequenceId sequence, bool pinned) = 0;
   virtual Status Persist(SequenceId sequence) = 0;
   virtual Status Evict(SequenceId sequence, int64_t begin, int64_t end) = 0;

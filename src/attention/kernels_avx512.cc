@@ -490,15 +490,6 @@ void Scale(float* x, int n, float factor) {
     _mm512_storeu_ps(x + i, _mm512_mul_ps(_mm512_loadu_ps(x + i), _mm512_set1_ps(factor)));
 }
 
-template <int kBits>
-constexpr KernelSet::PerRows<void(const ScoreArgs&)> ScoreRows() {
-  return {ScoreLevels<kBits, 1>, ScoreLevels<kBits, 2>, ScoreLevels<kBits, 3>, ScoreLevels<kBits, 4>};
-}
-template <int kBits>
-constexpr KernelSet::PerRows<void(const ValueArgs&)> ValueRows() {
-  return {ValueLevels<kBits, 1>, ValueLevels<kBits, 2>, ValueLevels<kBits, 3>, ValueLevels<kBits, 4>};
-}
-
 }  // namespace
 }  // namespace kvcell::attention_internal
 
@@ -507,6 +498,8 @@ constexpr KernelSet::PerRows<void(const ValueArgs&)> ValueRows() {
 #else
 #pragma GCC pop_options
 #endif
+
+#include "attention/kernel_table.inc"
 
 namespace kvcell::attention_internal {
 
@@ -517,33 +510,7 @@ static bool Avx512Available() {
 }
 
 const KernelSet& Avx512Kernels() {
-  static const KernelSet kernels = {
-      .name = "avx512",
-      .available = Avx512Available,
-      .copies = 1,
-      .sums16 = false,
-      .expand_scales = ExpandScales,
-      .adjust = Adjust,
-      .scale = Scale,
-      .offset_bias = {OffsetBias<1>, OffsetBias<2>, OffsetBias<3>, OffsetBias<4>},
-      .score = {{{ScoreF16<1>, ScoreF16<2>, ScoreF16<3>, ScoreF16<4>},
-                 {ScoreInt8<1>, ScoreInt8<2>, ScoreInt8<3>, ScoreInt8<4>},
-                 ScoreRows<4>(),
-                 ScoreRows<2>(),
-                 ScoreRows<3>(),
-                 ScoreRows<5>(),
-                 ScoreRows<6>()}},
-      .value = {{{ValueF16<1>, ValueF16<2>, ValueF16<3>, ValueF16<4>},
-                 {ValueInt8<1>, ValueInt8<2>, ValueInt8<3>, ValueInt8<4>},
-                 ValueRows<4>(),
-                 ValueRows<2>(),
-                 ValueRows<3>(),
-                 ValueRows<5>(),
-                 ValueRows<6>()}},
-      .softmax = {Softmax<1>, Softmax<2>, Softmax<3>, Softmax<4>},
-      .weights8 = {Weights8<1>, Weights8<2>, Weights8<3>, Weights8<4>},
-      .weights16 = {Weights16<1>, Weights16<2>, Weights16<3>, Weights16<4>},
-  };
+  static const KernelSet kernels = MakeKernels("avx512", Avx512Available, 1, false);
   return kernels;
 }
 

@@ -8,6 +8,7 @@
 #include "base/checksum.h"
 #include "base/clock.h"
 #include "cache/cache_impl.h"
+#include "codec/cell_codec.h"
 
 namespace kvcell {
 namespace {
@@ -48,6 +49,11 @@ Status CheckRulesFit(const CacheOptions& options) {
 // Steps between two that measure attention mass.
 constexpr int64_t kMassSteps = 16;
 
+Status CheckStoredCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
+                       const BlockKey& key) {
+  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
+}
+
 size_t BlocksFor(size_t n_tokens) { return (n_tokens + kBlockTokens - 1) / kBlockTokens; }
 
 }  // namespace
@@ -72,9 +78,17 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
   }
   std::unique_ptr<CacheImpl> cache(new CacheImpl(options));
   if (!options.store.empty()) {
-    auto store = Store::Open(options.store, {.durability = static_cast<Durability>(options.durability)});
+    StoreOptions store_options;
+    store_options.durability = static_cast<Durability>(options.durability);
+    store_options.key = options.store_key;
+    store_options.name_space = options.name_space;
+    store_options.disk_cap = options.disk_cap;
+    store_options.ttl_seconds = options.ttl_seconds;
+    store_options.cell_check = CheckStoredCell;
+    auto store = Store::Open(options.store, store_options);
     if (!store) return Fail(store.error());
     cache->store_ = std::move(*store);
+    cache->store_->StartScrub(CheckStoredCell, options.scrub_bytes_per_second, nullptr);
   }
   uint64_t generation = 1;
   if (cache->store_ != nullptr) {
@@ -638,7 +652,10 @@ Status CacheImpl::Pin(SequenceId id, bool pinned) {
   if (in_step_) return InStep("Pin");
   Sequence* sequence = Find(id);
   if (sequence == nullptr) return NoSequence(id);
-  for (Block* block : sequence->blocks) block->pinned = pinned;
+  for (Block* block : sequence->blocks) {
+    block->pinned = pinned;
+    block->stays_out = false;
+  }
   return OkStatus();
 }
 

@@ -87,6 +87,7 @@ void CacheImpl::AfterRelease(Block* block, size_t index) {
   // Replicas are set aside for live sequences, and a pin is a sequence's.
   memory_->DropExact(block);
   block->pinned = false;
+  block->stays_out = false;
 }
 
 void CacheImpl::GiveUpIdle(PrefixNode* node) { memory_->Release(tree_.Remove(node)); }

@@ -5,6 +5,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cmath>
 #include <map>
 
@@ -368,7 +369,10 @@ TEST(CacheRules, CodecsByLayerAndHeadAreWhatCellsHold) {
   EXPECT_EQ(uninterrupted, restored);
   auto other = OpenOrDie(UnderRules(nullptr, 0, store.path()));
   EXPECT_THAT(other->OpenSession("s").error().message(), HasSubstr("codec"));
-  auto reader = Store::Open(store.path(), {.create = false, .read_only = true});
+  StoreOptions look;
+  look.create = false;
+  look.read_only = true;
+  auto reader = Store::Open(store.path(), look);
   ASSERT_TRUE(reader);
   const auto damaged = (*reader)->Verify(
       [](std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position, const BlockKey& key) {
@@ -405,6 +409,14 @@ TEST(CacheRules, PinPersistAndEvictFromOutside) {
   ASSERT_TRUE(persisted.ok()) << persisted.message();
   EXPECT_EQ(CellsIn(*cache, CellState::kPersisted), 10u * 4);
   EXPECT_LT(cache->Stats().ram_bytes, before);
+  for (int step = 0; step < 30; ++step) Feed(cache.get(), sequence, MadeTokens(1));
+  EXPECT_EQ(CellsIn(*cache, CellState::kPersisted), 10u * 4) << "reads don't bring back what was sent away";
+  ASSERT_TRUE(cache->Pin(sequence, false).ok());
+  const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(60);
+  while (CellsIn(*cache, CellState::kPersisted) > 0 && std::chrono::steady_clock::now() < deadline) {
+    Feed(cache.get(), sequence, MadeTokens(1));
+  }
+  EXPECT_EQ(CellsIn(*cache, CellState::kPersisted), 0u) << "the rules bring it back again";
   ASSERT_TRUE(cache->Evict(sequence, 64, 320).ok());
   EXPECT_EQ(CellsIn(*cache, CellState::kEvicted), 4u * 4);
   Feed(cache.get(), sequence, MadeTokens(1));

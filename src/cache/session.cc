@@ -276,6 +276,7 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name, bool creat
   OpenedSession opened;
   opened.sequence = *id;
   opened.note = record->damage;
+  opened.notice = record->notice;
   const auto give_up = [&](Status status) {
     (void)Free(*id);
     return Fail(std::move(status));
@@ -289,7 +290,16 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name, bool creat
   const bool whole = *n_sound == record->tokens.size() / kBlockTokens && opened.note.empty();
   sequence->tokens.assign(record->tokens.begin(),
                           record->tokens.begin() + static_cast<std::ptrdiff_t>(whole ? record->tokens.size() : usable));
-  if (Status status = UnpackExact(record->exact, record->tokens.size(), sequence); !status.ok()) {
+  if (record->exact.empty() && !record->tokens.empty()) {
+    // Damaged, which the note tells: the sinks of sound blocks stand in the prefix tree too.
+    if (memory_->map().sinks > 0 && !sequence->blocks.empty()) {
+      memory_->CreateSinks(sequence->blocks[0]);
+      if (!UnpackSinks(record->sinks, sequence->blocks[0])) {
+        ReleaseFrom(sequence, 0);
+        sequence->tokens.clear();
+      }
+    }
+  } else if (Status status = UnpackExact(record->exact, record->tokens.size(), sequence); !status.ok()) {
     if (status.code() != StatusCode::kCorruption) return give_up(std::move(status));
     if (opened.note.empty()) opened.note = status.message();
     ReleaseFrom(sequence, 0);
@@ -311,6 +321,10 @@ Result<OpenedSession> CacheImpl::OpenSession(const std::string& name, bool creat
   }
   opened.usable = static_cast<int64_t>(sequence->tokens.size());
   opened.tokens = std::move(record->tokens);
+  if (opened.usable == static_cast<int64_t>(opened.tokens.size()) && !opened.note.empty()) {
+    // Nothing is to be computed again, so that nobody would tell.
+    opened.notice = opened.notice.empty() ? opened.note : fmt::format("{}; {}", opened.notice, opened.note);
+  }
   if (opened.usable == static_cast<int64_t>(opened.tokens.size())) opened.logits = std::move(record->logits);
   opened.extras = std::move(record->extras);
   return opened;

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <fstream>
+#include <functional>
 #include <thread>
 
 #include "cache/cache_test_util.h"
@@ -155,6 +156,65 @@ TEST(Session, WhatDiffersIsNamed) {  // field cases C19, G1
   EXPECT_THAT(refusal([](CacheOptions* o) { o->recent_blocks = 1; }), HasSubstr("recent_blocks"));
   EXPECT_THAT(refusal([](CacheOptions* o) { o->geometry[0].window = 512; }), HasSubstr("geometry"));
   EXPECT_EQ(refusal([](CacheOptions*) {}), "opened");
+}
+
+TEST(Session, EachComponentChangedAloneIsAMissThatNamesIt) {
+  TempDir dir;
+  auto options = StoredOptions(dir.path());
+  options.identity = {{"weights", "w"}, {"architecture", "a"}, {"tokenizer", "t"}, {"rope", "r"}, {"adapters", "none"}};
+  options.codec = ParseCodec("k=int4:g32:sym,v=int4:g32:sym").value();
+  SaveSession(options, "s", MadeTokens(100));
+  using Change = std::function<void(CacheOptions*)>;
+  std::vector<std::pair<std::string, Change>> changes;
+  for (size_t i = 0; i < options.identity.size(); ++i) {
+    changes.emplace_back(options.identity[i].first, [i](CacheOptions* o) { o->identity[i].second += "'"; });
+    changes.emplace_back(options.identity[i].first,
+                         [i](CacheOptions* o) { o->identity.erase(o->identity.begin() + static_cast<ptrdiff_t>(i)); });
+  }
+  for (const char* codec : {"k=int8,v=int4:g32:sym", "k=int4:g32:sym,v=f16", "k=int4:g64:sym,v=int4:g32:sym",
+                            "k=int4:g32:sym,v=int4:g64:sym", "k=int4:g32,v=int4:g32:sym"}) {
+    const auto spec = ParseCodec(codec);
+    if (!spec || CodecText(*spec) == CodecText(options.codec)) continue;  // the same by another name
+    changes.emplace_back("codec", [spec](CacheOptions* o) { o->codec = *spec; });
+  }
+  changes.emplace_back("sinks", [](CacheOptions* o) { o->sinks += 1; });
+  changes.emplace_back("recent_blocks", [](CacheOptions* o) { o->recent_blocks += 1; });
+  changes.emplace_back("geometry", [](CacheOptions* o) { o->geometry[0].scale *= 2; });
+  changes.emplace_back("geometry", [](CacheOptions* o) { o->geometry[0].softcap += 30; });
+  changes.emplace_back("geometry", [](CacheOptions* o) { o->geometry[0].window += 128; });
+  changes.emplace_back("geometry", [](CacheOptions* o) { o->geometry[0].n_heads *= 2; });
+  changes.emplace_back("geometry", [](CacheOptions* o) { o->geometry.push_back(o->geometry.back()); });
+  EXPECT_GE(changes.size(), 19u);
+  for (const auto& [name, change] : changes) {
+    auto other = options;
+    change(&other);
+    auto cache = OpenOrDie(other);
+    const auto opened = cache->OpenSession("s");
+    ASSERT_FALSE(opened) << name;
+    EXPECT_EQ(opened.error().code(), StatusCode::kMismatch);
+    EXPECT_THAT(opened.error().message(), HasSubstr("another " + name + ":")) << name;
+  }
+  EXPECT_TRUE(OpenOrDie(options)->OpenSession("s"));
+}
+
+TEST(Session, AnEncryptedStoreAndATenantGiveTheSameRows) {
+  TempDir plain_dir, dir;
+  const auto tokens = MadeTokens(5 * 64 + 9);
+  auto options = StoredOptions(dir.path());
+  options.store_key = std::string(40, 'k');
+  options.name_space = "tenant";
+  SaveSession(options, "s", tokens);
+  auto cache = OpenOrDie(options);
+  const auto opened = cache->OpenSession("s");
+  ASSERT_TRUE(opened) << opened.error().message();
+  EXPECT_EQ(opened->usable, static_cast<int64_t>(tokens.size()));
+  EXPECT_EQ(opened->note, "");
+  const auto more = MadeTokens(400);
+  const auto alone = ColdRows(StoredOptions(plain_dir.path()), more);
+  EXPECT_THAT(Feed(cache.get(), opened->sequence, std::span(more).subspan(tokens.size())),
+              Eq(std::vector(alone.begin() + static_cast<ptrdiff_t>(tokens.size()), alone.end())));
+  options.name_space = "other";
+  EXPECT_EQ(OpenOrDie(options)->OpenSession("s").error().code(), StatusCode::kNotFound);
 }
 
 TEST(Session, AMissingSessionOrBadNameChangesNothing) {  // field case C2

@@ -33,6 +33,7 @@ struct Block {
   bool sealed = false;
   bool busy = false;          // queued for, or in, work off the token path: its slots stay as they are
   bool pinned = false;        // does not leave RAM, whatever the rules say
+  bool stays_out = false;     // somebody sent it to the store: reads don't bring it back
   bool write_wanted = false;  // a rule or a person wants its cells in the store and out of RAM
   int64_t position = 0;       // of its first token
   BlockKey key{};             // set when sealed

@@ -631,6 +631,7 @@ Status CellMemory::Persist(std::span<Block* const> blocks) {
     if (!block->sealed || block->pinned) continue;
     CellFacts facts = FactsOf(*block);
     facts.pressure = Pressure::kHard;
+    block->stays_out = true;
     Sweep sweep;
     for (int round = 0; round < 2; ++round) {  // an exact cell is coded first, then it leaves
       if (SweepBlock(block, facts, &sweep)) ++moved;

@@ -237,7 +237,7 @@ void CellMemory::Touched(std::span<Block* const> blocks, uint64_t step) {
   for (auto it = blocks.rbegin(); it != blocks.rend(); ++it) {
     Block* block = *it;
     const bool in_ram = block->resident_index != SIZE_MAX;
-    if (block->busy || !block->sealed || (in_ram && !may_replicate) || (!in_ram && !may_fetch)) continue;
+    if (block->busy || !block->sealed || (in_ram ? !may_replicate : !may_fetch || block->stays_out)) continue;
     if (++looks > kReplicaLooks) break;
     CellFacts facts = FactsOf(*block);
     bool wants_fetch = false, wants_replica = false;

@@ -113,55 +113,59 @@ class Program {
   void AddRun() {
     CLI::App* command = Command(&app_, "run", "feeds a prompt and prints the answer as it comes",
                                 "kvcell run -m model.gguf -f report.txt -p 'What does it conclude?' --session report");
-    parser_.Offer(command, {"model",   "prompt",  "file",          "max-tokens", "temp",   "top-k",
-                            "top-p",   "min-p",   "seed",          "raw",        "ctx",    "threads",
-                            "codec",   "sinks",   "recent-blocks", "ram-budget", "store",  "durability",
-                            "session", "samples", "no-prefix",     "json",       "report", "quiet",
-                            "rules",   "profile", "metrics",       "trace",      "sample", "sample-every"});
+    parser_.Offer(command, {"model",    "prompt",  "file",          "max-tokens", "temp",        "top-k",
+                            "top-p",    "min-p",   "seed",          "raw",        "ctx",         "threads",
+                            "codec",    "sinks",   "recent-blocks", "ram-budget", "store",       "durability",
+                            "disk-cap", "ttl",     "namespace",     "key-file",   "key-command", "scrub-rate",
+                            "session",  "samples", "no-prefix",     "json",       "report",      "quiet",
+                            "rules",    "profile", "metrics",       "trace",      "curve",       "curve-every"});
     OnChosen(command, [this](const Options& options) { return RunCommand(options, Given()); });
   }
 
   void AddChat() {
     CLI::App* command = Command(&app_, "chat", "a conversation in the terminal, kept in the store",
                                 "kvcell chat -m model.gguf --session ideas");
-    parser_.Offer(command, {"model",      "session", "max-tokens", "temp",        "top-k", "top-p", "min-p",
-                            "seed",       "raw",     "ctx",        "threads",     "codec", "sinks", "recent-blocks",
-                            "ram-budget", "store",   "durability", "no-prefix",   "quiet", "rules", "profile",
-                            "metrics",    "trace",   "sample",     "sample-every"});
+    parser_.Offer(
+        command,
+        {"model",      "session",  "max-tokens", "temp",      "top-k",    "top-p",         "min-p",      "seed",
+         "raw",        "ctx",      "threads",    "codec",     "sinks",    "recent-blocks", "ram-budget", "store",
+         "durability", "disk-cap", "ttl",        "namespace", "key-file", "key-command",   "scrub-rate", "no-prefix",
+         "quiet",      "rules",    "profile",    "metrics",   "trace",    "curve",         "curve-every"});
     OnChosen(command, [this](const Options& options) { return ChatCommand(options, Given()); });
   }
 
   void AddSessions() {
     CLI::App* group = Group("sessions", "the conversations that a store holds");
     CLI::App* list = Command(group, "ls", "lists them", "kvcell sessions ls --json");
-    parser_.Offer(list, {"store", "json"});
+    parser_.Offer(list, {"store", "namespace", "key-file", "key-command", "json"});
     OnChosen(list, SessionsListCommand);
 
     CLI::App* show = Command(group, "show", "one session: its size, and what a model must be to go on with it",
                              "kvcell sessions show report");
     show->add_option("name", name_, "the session")->required();
-    parser_.Offer(show, {"store", "json"});
+    parser_.Offer(show, {"store", "namespace", "key-file", "key-command", "json"});
     OnChosen(show, [this](const Options& options) { return SessionsShowCommand(options, name_); });
 
     CLI::App* remove = Command(group, "rm", "removes sessions and the cells that no other session uses",
                                "kvcell sessions rm report --erase");
     remove->add_option("names", names_, "the sessions")->required();
     remove->add_flag("--erase", erase_, "overwrites their bytes too; slower");
-    parser_.Offer(remove, {"store", "json"});
+    parser_.Offer(remove, {"store", "namespace", "key-file", "key-command", "json"});
     OnChosen(remove, [this](const Options& options) { return SessionsRemoveCommand(options, names_, erase_); });
 
     CLI::App* exported = Command(group, "export", "writes a session as one portable file",
                                  "kvcell sessions export report report.kvcell");
     exported->add_option("name", name_, "the session")->required();
     exported->add_option("file", path_, "the file to write")->required();
-    parser_.Offer(exported, {"store", "json"});
+    parser_.Offer(exported, {"store", "namespace", "key-file", "key-command", "json"});
     OnChosen(exported, [this](const Options& options) { return SessionsExportCommand(options, name_, path_); });
 
     CLI::App* imported = Command(group, "import", "reads a session from such a file",
                                  "kvcell sessions import report.kvcell --as report2");
     imported->add_option("file", path_, "the file to read")->required();
     imported->add_option("--as", as_, "name to give it; needed where the store has one of its name already");
-    parser_.Offer(imported, {"store", "durability", "json", "quiet"});
+    parser_.Offer(imported,
+                  {"store", "durability", "disk-cap", "ttl", "namespace", "key-file", "key-command", "json", "quiet"});
     OnChosen(imported, [this](const Options& options) { return SessionsImportCommand(options, path_, as_); });
   }
 
@@ -176,7 +180,8 @@ class Program {
   void AddInspect() {
     CLI::App* command = Command(&app_, "inspect", "the cells of a stored session: state, precision and place of each",
                                 "kvcell inspect --session report --json");
-    parser_.Offer(command, {"store", "session", "layer", "head", "in-state", "from-token", "to-token", "json"});
+    parser_.Offer(command, {"store", "session", "namespace", "key-file", "key-command", "json", "layer", "head",
+                            "in-state", "from-token", "to-token"});
     OnChosen(command, InspectCommand);
   }
 
@@ -226,10 +231,10 @@ class Program {
 
     CLI::App* ctl = Command(&app_, "ctl", "steers a running process from outside: it does so between two steps",
                             "kvcell ctl evict --begin 64 --end 4096");
-    ctl->add_option(
-           "command", name_,
-           "pin or unpin (cells stay in RAM), persist (they leave for the store), evict (given up), reload (the "
-           "rule file), stats, cells, metrics or trace")
+    ctl->add_option("command", name_,
+                    "pin (cells stay in RAM), persist (they leave for the store and stay there), unpin (rules decide "
+                    "again), evict (given up), reload (the "
+                    "rule file), stats, cells, metrics or trace")
         ->required();
     ctl->add_option("--begin", begin_, "evict: first token, rounded up to a block of 64 [0]");
     ctl->add_option("--end", end_, "evict: token behind the last one, rounded down");
@@ -239,38 +244,48 @@ class Program {
     CLI::App* doctor =
         Command(&app_, "doctor", "what is wrong with a running process or a stored session, and what to change",
                 "kvcell doctor --session report");
-    parser_.Offer(doctor, {"store", "session", "pid", "json"});
+    parser_.Offer(doctor, {"store", "session", "pid", "namespace", "key-file", "key-command", "json"});
     OnChosen(doctor, DoctorCommand);
   }
 
   void AddStore() {
     CLI::App* group = Group("store", "care of a store");
     CLI::App* stats = Command(group, "stats", "what it holds and takes", "kvcell store stats --json");
-    parser_.Offer(stats, {"store", "json"});
+    parser_.Offer(stats, {"store", "key-file", "key-command", "json"});
     OnChosen(stats, StoreStatsCommand);
     CLI::App* verify =
         Command(group, "verify", "checks every row and cell, changes nothing; exit code 1 when one is damaged",
                 "kvcell store verify --store /var/lib/kvcell");
-    parser_.Offer(verify, {"store", "json", "quiet"});
+    parser_.Offer(verify, {"store", "key-file", "key-command", "json", "quiet"});
     OnChosen(verify, StoreVerifyCommand);
+    CLI::App* compact = Command(
+        group, "compact", "writes segments that have holes anew and gives the space back; programs may go on meanwhile",
+        "kvcell store compact --store /var/lib/kvcell");
+    parser_.Offer(compact, {"store", "key-file", "key-command", "json", "quiet"});
+    OnChosen(compact, StoreCompactCommand);
+    CLI::App* remove = Command(group, "rm", "removes a whole store with all its sessions; no program may have it open",
+                               "kvcell store rm --store /var/lib/kvcell --erase");
+    remove->add_flag("--erase", erase_, "overwrites its files first; slower");
+    parser_.Offer(remove, {"store", "json"});
+    OnChosen(remove, [this](const Options& options) { return StoreRemoveCommand(options, erase_); });
   }
 
   void AddPrefix() {
     CLI::App* group = Group("prefix", "beginnings of prompts that later prompts share");
     CLI::App* list = Command(group, "ls", "lists them: where chains of blocks end or part", "kvcell prefix ls --json");
-    parser_.Offer(list, {"store", "json"});
+    parser_.Offer(list, {"store", "namespace", "key-file", "key-command", "json"});
     OnChosen(list, PrefixListCommand);
     CLI::App* pin = Command(group, "pin", "keeps a prefix, and all that it begins with, whatever space is needed for",
                             "kvcell prefix pin 124");
     pin->add_option("id", id_, "its number in `kvcell prefix ls`")->required();
     pin->add_flag("--off", off_, "takes the pin out again");
-    parser_.Offer(pin, {"store", "json"});
+    parser_.Offer(pin, {"store", "namespace", "key-file", "key-command", "json"});
     OnChosen(pin, [this](const Options& options) { return PrefixPinCommand(options, id_, off_); });
     CLI::App* remove =
         Command(group, "rm", "gives up prefixes and what goes on from them; blocks of sessions stay with these",
                 "kvcell prefix rm 124");
     remove->add_option("ids", ids_, "their numbers in `kvcell prefix ls`")->required();
-    parser_.Offer(remove, {"store", "json"});
+    parser_.Offer(remove, {"store", "namespace", "key-file", "key-command", "json"});
     OnChosen(remove, [this](const Options& options) { return PrefixRemoveCommand(options, ids_); });
   }
 
@@ -352,6 +367,13 @@ class Program {
                                  "kvcell bench overhead -m model.gguf --context 2048");
     parser_.Offer(overhead, {"model", "bench-depth", "threads", "json", "quiet"});
     OnChosen(overhead, BenchOverheadCommand);
+    CLI::App* store =
+        Command(group, "store",
+                "saving and resuming a session, beside libllama's state file with --peer; --store names the "
+                "disk to be measured",
+                "kvcell bench store -m model.gguf --context 8192 --store /var/tmp --peer");
+    parser_.Offer(store, {"model", "file", "context", "codec", "threads", "peer", "store", "json", "quiet"});
+    OnChosen(store, BenchStoreCommand);
   }
 
   void AddTune() {

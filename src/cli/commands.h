@@ -60,5 +60,9 @@ int PrefixRemoveCommand(const Options& options, const std::vector<int64_t>& ids)
 
 int StoreStatsCommand(const Options& options);
 int StoreVerifyCommand(const Options& options);
+int StoreCompactCommand(const Options& options);
+int StoreRemoveCommand(const Options& options, bool erase);
+
+int BenchStoreCommand(const Options& options);
 
 }  // namespace kvcell::cli

@@ -55,7 +55,7 @@ _kvcell() {
     --durability) COMPREPLY=($(compgen -W 'none process power' -- "$current")); return ;;
     --store) compopt -o dirnames; return ;;
     --profile) COMPREPLY=($(compgen -W 'quality balanced elastic long-context edge server' -- "$current")); return ;;
-    -m|--model|-f|--file|--config|--report|--state|--rules|--metrics|--trace|--sample) return ;;  # a file's name: readline's own completion
+    -m|--model|-f|--file|--config|--report|--state|--rules|--metrics|--trace|--curve) return ;;  # a file's name: readline's own completion
   esac
   case "$path" in
 )bash" + cases +

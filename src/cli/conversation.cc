@@ -85,6 +85,7 @@ Status Conversation::Resume(OpenedSession opened, SamplerGiven sampler_given) {
     note_ = fmt::format("session '{}': {}; {} of its {} tokens are used as stored, the rest is computed again",
                         session_, opened.note, FormatCount(from), FormatCount(stored));
   }
+  if (!opened.notice.empty()) note_ = note_.empty() ? opened.notice : fmt::format("{}; {}", opened.notice, note_);
   return OkStatus();
 }
 

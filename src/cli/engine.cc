@@ -10,6 +10,7 @@
 #include "attention/attention.h"
 #include "cell/rules.h"
 #include "cli/interrupt.h"
+#include "cli/open_store.h"
 #include "cli/output.h"
 #include "cli/units.h"
 #include "store/store.h"
@@ -141,8 +142,9 @@ Result<Engine> OpenEngine(const Options& options) {
   const auto start = std::chrono::steady_clock::now();
   Engine engine;
   engine.context = plan->context;
-  Result<std::unique_ptr<Model>> model =
-      Model::Load(options.model, {.n_threads = options.threads, .max_batch = plan->cache.max_step_tokens});
+  Result<std::unique_ptr<Model>> model = Model::Load(
+      options.model,
+      {.n_threads = options.threads, .max_batch = plan->cache.max_step_tokens, .digest_folder = DefaultDigestFolder()});
   if (!model) return Fail(model.error());
   engine.model = *std::move(model);
   engine.load_ms = std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start).count();
@@ -151,6 +153,11 @@ Result<Engine> OpenEngine(const Options& options) {
   const bool needs_store = !plan->cache.store.empty();
   engine.shares_prefixes = !options.no_prefix && !options.store.empty() && rules.MayShare();
   if (engine.shares_prefixes) plan->cache.store = options.store;
+  if (!plan->cache.store.empty()) {
+    Result<std::string> key = ReadStoreKey(options);
+    if (!key) return Fail(key.error());
+    plan->cache.store_key = *std::move(key);
+  }
   Result<std::unique_ptr<Cache>> cache = Cache::Open(plan->cache);
   if (!cache && engine.shares_prefixes && !needs_store) {
     // Nobody asked for the store: without it the answer is the same, only the prompt is computed whole.
@@ -174,7 +181,7 @@ Status OpenToOthers(const Options& options, SequenceId sequence, Engine* engine)
   engine->control->NoteSaved(engine->cache->Length(sequence));
   if (!status.ok() && !options.quiet)
     PrintWarning(fmt::format("other processes can't see this one: {}", status.message()));
-  return options.sample.empty() ? OkStatus() : engine->control->StartSampling(options.sample, options.sample_every);
+  return options.curve.empty() ? OkStatus() : engine->control->StartSampling(options.curve, options.curve_every);
 }
 
 Status WriteObservations(const Options& options, const Engine& engine, int64_t tokens) {

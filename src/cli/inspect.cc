@@ -14,6 +14,7 @@
 #include "cell/cell_map.h"
 #include "cell/stored_map.h"
 #include "cli/commands.h"
+#include "cli/open_store.h"
 #include "cli/output.h"
 #include "cli/units.h"
 #include "codec/cell_codec.h"
@@ -78,8 +79,7 @@ StoredCell OpenCell(const LayerCells& layer, CellInfo info) {
 }
 
 Result<StoredSession> ReadSession(const Options& options) {
-  KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
-  const Result<std::unique_ptr<Store>> store = Store::Open(options.store, {.create = false, .read_only = true});
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kLook);
   if (!store) return Fail(store.error());
   Result<SessionRecord> record = (*store)->Load(options.session);
   if (!record) return Fail(record.error());

@@ -14,6 +14,7 @@
 #include "cli/config_file.h"
 #include "cli/units.h"
 #include "kvcell/codec.h"
+#include "store/store.h"
 
 namespace kvcell::cli {
 namespace {
@@ -39,6 +40,13 @@ Status SetBool(const std::string& text, bool* value) {
   const Result<bool> parsed = ParseBool(text);
   if (!parsed) return parsed.error();
   *value = *parsed;
+  return OkStatus();
+}
+
+Status SetSize(const std::string& text, uint64_t* value) {
+  const Result<uint64_t> size = ParseSize(text);
+  if (!size) return size.error();
+  *value = *size;
   return OkStatus();
 }
 
@@ -233,19 +241,19 @@ const std::vector<OptionSpec>& Table() {
        .help = "writes the newest 100,000 transitions in Chrome's trace format at the end (chrome://tracing, Perfetto)",
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetText(t, "the trace's path", &o->trace); }},
-      {.name = "sample",
-       .flags = "--sample",
+      {.name = "curve",
+       .flags = "--curve",
        .type = "FILE",
        .help = "writes the resource curve as CSV: host, process, GPU and KV memory by state",
        .setting = false,
-       .set = [](const std::string& t, Options* o) { return SetText(t, "the curve's path", &o->sample); }},
-      {.name = "sample-every",
-       .flags = "--sample-every",
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the curve's path", &o->curve); }},
+      {.name = "curve-every",
+       .flags = "--curve-every",
        .type = "S",
        .shown_default = "1",
-       .help = "seconds between two lines of --sample; less shows more and writes more",
+       .help = "seconds between two lines of --curve; less shows more and writes more",
        .setting = false,
-       .set = [](const std::string& t, Options* o) { return SetDecimal(t, 0.01, 3600.0, &o->sample_every); }},
+       .set = [](const std::string& t, Options* o) { return SetDecimal(t, 0.01, 3600.0, &o->curve_every); }},
       {.name = "pid",
        .flags = "--pid",
        .type = "N",
@@ -296,6 +304,56 @@ const std::vector<OptionSpec>& Table() {
        .shown_default = "process",
        .help = "what a save survives: none (nothing promised, fastest), process (kill -9), power (power loss, slowest)",
        .set = [](const std::string& t, Options* o) { return SetDurability(t, &o->durability); }},
+      {.name = "disk-cap",
+       .flags = "--disk-cap",
+       .type = "SIZE",
+       .shown_default = "none",
+       .help = "most bytes of the store's files, what is there already counts; before it is passed, sessions that were "
+               "not used for the longest lose their cells, from their end, and are computed again when asked for",
+       .set = [](const std::string& t, Options* o) { return SetSize(t, &o->disk_cap); }},
+      {.name = "ttl",
+       .flags = "--ttl",
+       .type = "TIME",
+       .shown_default = "for ever",
+       .help = "removes sessions that were not used for so long: seconds, or a number with s, m, h, d or w",
+       .set =
+           [](const std::string& t, Options* o) {
+             const Result<int64_t> seconds = ParseDuration(t);
+             if (!seconds) return seconds.error();
+             o->ttl_seconds = *seconds;
+             return OkStatus();
+           }},
+      {.name = "namespace",
+       .flags = "--namespace",
+       .type = "NAME",
+       .shown_default = "the common one",
+       .help = "tenant whose sessions these are: those of others are neither seen nor shared",
+       .set =
+           [](const std::string& t, Options* o) {
+             KVCELL_RETURN_IF_ERROR(CheckSessionName(t));
+             o->name_space = t;
+             return OkStatus();
+           }},
+      {.name = "key-file",
+       .flags = "--key-file",
+       .type = "FILE",
+       .help =
+           "file with the store's key, 32 random bytes or more: a store made with one is encrypted, and opens with no "
+           "other; --key-command or the key itself in KVCELL_KEY do as well; costs 64 bytes a cell and a pass over "
+           "them",
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the key file's name", &o->key_file); }},
+      {.name = "key-command",
+       .flags = "--key-command",
+       .type = "COMMAND",
+       .help = "shell command that prints the store's key, as a password manager does",
+       .set = [](const std::string& t, Options* o) { return SetText(t, "the key command", &o->key_command); }},
+      {.name = "scrub-rate",
+       .flags = "--scrub-rate",
+       .type = "SIZE",
+       .shown_default = "1MiB",
+       .help = "bytes a second that a running program reads of its store to find damage early; 0 never, more finds it "
+               "sooner and reads more",
+       .set = [](const std::string& t, Options* o) { return SetSize(t, &o->scrub_rate); }},
       {.name = "session",
        .flags = "--session",
        .type = "NAME",
@@ -753,6 +811,12 @@ std::string EnvironmentName(std::string_view option) {
   return name;
 }
 
+std::string DefaultDigestFolder() {
+  // Never a folder of everybody's: what lies there is believed.
+  const std::string folder = HomePath("XDG_CACHE_HOME", "/.cache");
+  return folder.empty() ? folder : folder + "/kvcell";
+}
+
 std::string DefaultStore() {
   const std::string home = HomePath("XDG_DATA_HOME", "/.local/share");
   return home.empty() ? home : home + "/kvcell";
@@ -896,6 +960,10 @@ Result<CacheOptions> ToCacheOptions(const Options& options) {
   cache.recent_blocks = options.recent_blocks;
   cache.ram_budget = options.ram_budget;
   cache.durability = options.durability;
+  cache.disk_cap = options.disk_cap;
+  cache.ttl_seconds = options.ttl_seconds;
+  cache.name_space = options.name_space;
+  cache.scrub_bytes_per_second = options.scrub_rate;
   if (!options.trace.empty()) cache.trace_records = 100000;
   if (cache.rules == nullptr) return cache;
   // As the cache will have it, so that what is shown and planned is what runs.

@@ -39,18 +39,24 @@ struct Options {
   int64_t ctx = 0;  // 0: what the model was trained for
   int32_t threads = 0;
   std::string codec = "i4";
-  std::string rules;          // file; "": none
-  std::string profile;        // name; "": balanced
-  std::string metrics;        // file that counters are written to in Prometheus' text form
-  std::string trace;          // file for the trace of transitions
-  std::string sample;         // file for the resource curve
-  double sample_every = 1.0;  // seconds
-  int64_t pid = 0;            // of another running process; 0: the only one
+  std::string rules;         // file; "": none
+  std::string profile;       // name; "": balanced
+  std::string metrics;       // file that counters are written to in Prometheus' text form
+  std::string trace;         // file for the trace of transitions
+  std::string curve;         // file for the resource curve
+  double curve_every = 1.0;  // seconds
+  int64_t pid = 0;           // of another running process; 0: the only one
   int32_t sinks = 4;
   int32_t recent_blocks = 0;
   uint64_t ram_budget = 0;
   std::string store;  // "" where neither an option nor the home directory tells
   uint8_t durability = 1;
+  uint64_t disk_cap = 0;
+  int64_t ttl_seconds = 0;
+  std::string name_space;
+  std::string key_file;
+  std::string key_command;
+  uint64_t scrub_rate = uint64_t{1} << 20;
   std::string session;
   int32_t samples = 0;  // 0: one answer, reported as such
   bool no_prefix = false;
@@ -166,6 +172,8 @@ Result<std::shared_ptr<const Rules>> RulesFrom(const Options& options);
 std::string DefaultStore();
 // kInvalidArgument where there is no store to use.
 Status CheckStoreKnown(const Options& options);
+// Where digests of model files are remembered: $XDG_CACHE_HOME/kvcell, else ~/.cache/kvcell; "" where neither is known.
+std::string DefaultDigestFolder();
 
 // The name of an option's environment variable.
 std::string EnvironmentName(std::string_view option);

@@ -3,30 +3,18 @@
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/open_store.h"
 #include "cli/output.h"
 #include "cli/units.h"
 #include "store/store.h"
 
 namespace kvcell::cli {
-namespace {
-
-Result<std::unique_ptr<Store>> OpenStore(const Options& options, bool read_only) {
-  Result<std::unique_ptr<Store>> store = Store::Open(options.store, {.create = false, .read_only = read_only});
-  if (!store && store.error().code() == StatusCode::kNotFound) {
-    return Fail(
-        StatusCode::kNotFound,
-        fmt::format("there is no store at {} yet; `kvcell run` makes one, --store DIR names another", options.store));
-  }
-  return store;
-}
-
-}  // namespace
-
 int PrefixListCommand(const Options& options) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kLook);
   if (!store) return Failed(store.error());
   const Result<std::vector<PrefixSummary>> prefixes = (*store)->ListPrefixes();
   if (!prefixes) return Failed(prefixes.error());
@@ -61,7 +49,7 @@ int PrefixListCommand(const Options& options) {
 }
 
 int PrefixPinCommand(const Options& options, int64_t id, bool off) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, false);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kChange);
   if (!store) return Failed(store.error());
   if (const Status status = (*store)->PinPrefix(id, !off); !status.ok()) return Failed(status);
   if (options.json) PrintJson({{"id", id}, {"pinned", !off}});
@@ -69,7 +57,7 @@ int PrefixPinCommand(const Options& options, int64_t id, bool off) {
 }
 
 int PrefixRemoveCommand(const Options& options, const std::vector<int64_t>& ids) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, false);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kChange);
   if (!store) return Failed(store.error());
   for (const int64_t id : ids) {
     if (const Status status = (*store)->RemovePrefix(id); !status.ok()) return Failed(status);

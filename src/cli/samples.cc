@@ -78,9 +78,9 @@ int SamplesCommand(const Options& options, const std::string& prompt) {
     return Failed(Status(StatusCode::kInvalidArgument,
                          "--samples with --session: only one answer can go on; leave one of them out"));
   }
-  if (!options.sample.empty()) {
+  if (!options.curve.empty()) {
     return Failed(Status(StatusCode::kInvalidArgument,
-                         "--samples with --sample: the resource curve is of one answer; leave one of them out"));
+                         "--samples with --curve: the resource curve is of one answer; leave one of them out"));
   }
   Result<Engine> engine = OpenEngine(options);
   if (!engine) return Failed(engine.error());

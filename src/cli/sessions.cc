@@ -1,34 +1,18 @@
 // kvcell sessions and kvcell store: what a store holds, moved, removed and checked. No model is needed.
 #include <fmt/format.h>
 
-#include <filesystem>
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <string>
 
 #include "cli/commands.h"
+#include "cli/open_store.h"
 #include "cli/output.h"
 #include "cli/units.h"
-#include "codec/cell_codec.h"
 #include "store/store.h"
 
 namespace kvcell::cli {
 namespace {
-
-Result<std::unique_ptr<Store>> OpenStore(const Options& options, bool read_only, bool create = false) {
-  KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
-  Result<std::unique_ptr<Store>> store = Store::Open(
-      options.store,
-      {.durability = static_cast<Durability>(options.durability), .create = create, .read_only = read_only});
-  std::error_code error;
-  if (!store && store.error().code() == StatusCode::kNotFound && !std::filesystem::exists(options.store, error)) {
-    return Fail(
-        StatusCode::kNotFound,
-        fmt::format("there is no store at {} yet; `kvcell run --session NAME` makes one, --store DIR names another",
-                    options.store));
-  }
-  return store;
-}
 
 Json IdentityJson(const Identity& identity) {
   Json object = Json::object();
@@ -36,15 +20,10 @@ Json IdentityJson(const Identity& identity) {
   return object;
 }
 
-Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
-                 const BlockKey& key) {
-  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
-}
-
 }  // namespace
 
 int SessionsListCommand(const Options& options) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kLook);
   if (!store) return Failed(store.error());
   const Result<std::vector<SessionSummary>> sessions = (*store)->List();
   if (!sessions) return Failed(sessions.error());
@@ -75,7 +54,7 @@ int SessionsListCommand(const Options& options) {
 }
 
 int SessionsShowCommand(const Options& options, const std::string& name) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kLook);
   if (!store) return Failed(store.error());
   const Result<SessionRecord> session = (*store)->Load(name);
   if (!session) return Failed(session.error());
@@ -104,7 +83,7 @@ int SessionsShowCommand(const Options& options, const std::string& name) {
 }
 
 int SessionsRemoveCommand(const Options& options, const std::vector<std::string>& names, bool erase) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, false);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kChange);
   if (!store) return Failed(store.error());
   for (const std::string& name : names) {
     if (const Status status = (*store)->Remove(name, erase); !status.ok()) return Failed(status);
@@ -114,7 +93,7 @@ int SessionsRemoveCommand(const Options& options, const std::vector<std::string>
 }
 
 int SessionsExportCommand(const Options& options, const std::string& name, const std::string& path) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kLook);
   if (!store) return Failed(store.error());
   if (const Status status = (*store)->Export(name, path); !status.ok()) return Failed(status);
   if (options.json) PrintJson({{"name", name}, {"file", path}});
@@ -122,7 +101,7 @@ int SessionsExportCommand(const Options& options, const std::string& name, const
 }
 
 int SessionsImportCommand(const Options& options, const std::string& path, const std::string& as) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, false, true);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kMake);
   if (!store) return Failed(store.error());
   const Result<std::string> name = (*store)->Import(path, as);
   if (!name) return Failed(name.error());
@@ -135,7 +114,7 @@ int SessionsImportCommand(const Options& options, const std::string& path, const
 }
 
 int StoreStatsCommand(const Options& options) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kLook);
   if (!store) return Failed(store.error());
   const Result<kvcell::StoreStats> stats = (*store)->Stats();
   if (!stats) return Failed(stats.error());
@@ -146,7 +125,8 @@ int StoreStatsCommand(const Options& options) {
                {"cells", stats->cells},
                {"segment_bytes", stats->segment_bytes},
                {"live_bytes", stats->live_bytes},
-               {"index_bytes", stats->index_bytes}});
+               {"index_bytes", stats->index_bytes},
+               {"encrypted", stats->encrypted}});
     return 0;
   }
   Table table({"", ""});
@@ -157,12 +137,13 @@ int StoreStatsCommand(const Options& options) {
   table.Add({"segment files", FormatSize(static_cast<uint64_t>(stats->segment_bytes))});
   table.Add({"of these in use", FormatSize(static_cast<uint64_t>(stats->live_bytes))});
   table.Add({"index", FormatSize(static_cast<uint64_t>(stats->index_bytes))});
+  table.Add({"encrypted", stats->encrypted ? "yes" : "no"});
   table.Print(stdout);
   return 0;
 }
 
 int StoreVerifyCommand(const Options& options) {
-  const Result<std::unique_ptr<Store>> store = OpenStore(options, true);
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kLook);
   if (!store) return Failed(store.error());
   int64_t cells = 0;
   const Result<std::vector<DamagedCell>> damaged = (*store)->Verify(
@@ -196,6 +177,35 @@ int StoreVerifyCommand(const Options& options) {
     }
   }
   return damaged->empty() ? 0 : 1;
+}
+
+int StoreCompactCommand(const Options& options) {
+  const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kChange);
+  if (!store) return Failed(store.error());
+  const Result<CompactReport> report = (*store)->Compact();
+  if (!report) return Failed(report.error());
+  if (options.json) {
+    PrintJson({{"segments_before", report->segments_before},
+               {"segments_after", report->segments_after},
+               {"bytes_before", report->bytes_before},
+               {"bytes_after", report->bytes_after},
+               {"blocks_moved", report->blocks_moved},
+               {"segments_in_use", report->segments_in_use}});
+  } else if (!options.quiet) {
+    Print(stderr, "{} -> {}, {} blocks moved{}\n", FormatSize(static_cast<uint64_t>(report->bytes_before)),
+          FormatSize(static_cast<uint64_t>(report->bytes_after)), FormatCount(report->blocks_moved),
+          report->segments_in_use > 0
+              ? fmt::format("; {} segments are in use and stay as they are", report->segments_in_use)
+              : "");
+  }
+  return 0;
+}
+
+int StoreRemoveCommand(const Options& options, bool erase) {
+  if (const Status status = CheckStoreKnown(options); !status.ok()) return Failed(status);
+  if (const Status status = Store::Destroy(options.store, erase); !status.ok()) return Failed(status);
+  if (options.json) PrintJson({{"removed", options.store}, {"erased", erase}});
+  return 0;
 }
 
 }  // namespace kvcell::cli

@@ -10,6 +10,7 @@
 #include "cli/commands.h"
 #include "cli/control.h"
 #include "cli/interrupt.h"
+#include "cli/open_store.h"
 #include "cli/output.h"
 #include "cli/units.h"
 #include "lab/doctor.h"
@@ -133,7 +134,9 @@ int DoctorCommand(const Options& options) {
   DoctorFigures figures;
   std::string what;
   if (!options.session.empty() && options.pid == 0) {
-    auto examined = ExamineSession(options.store, options.session);
+    const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kLook);
+    if (!store) return Failed(store.error());
+    auto examined = ExamineSession(store->get(), options.session);
     if (!examined) return Failed(examined.error());
     figures = *std::move(examined);
     what = fmt::format("session '{}'", options.session);

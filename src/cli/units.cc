@@ -67,6 +67,26 @@ Result<uint64_t> ParseSize(std::string_view text) {
   return fail();
 }
 
+Result<int64_t> ParseDuration(std::string_view text) {
+  static constexpr std::array<std::pair<char, int64_t>, 5> kDurations = {
+      {{'s', 1}, {'m', 60}, {'h', 3600}, {'d', 86400}, {'w', 604800}}};
+  constexpr int64_t kMost = int64_t{1} << 40;
+  int64_t factor = 1;
+  std::string_view digits = text;
+  for (const auto& [unit, seconds] : kDurations) {
+    if (digits.empty() || digits.back() != unit) continue;
+    factor = seconds;
+    digits.remove_suffix(1);
+    break;
+  }
+  const Result<int64_t> number = ParseInteger(digits, 0, kMost / factor);
+  if (!number) {
+    return Fail(StatusCode::kInvalidArgument,
+                fmt::format("'{}' is not a time; write seconds, or a number with s, m, h, d or w, like 30d", text));
+  }
+  return *number * factor;
+}
+
 std::string FormatSize(uint64_t bytes) {
   static constexpr std::array<const char*, 5> kNames = {"B", "KiB", "MiB", "GiB", "TiB"};
   if (bytes < 1024) return fmt::format("{} B", bytes);

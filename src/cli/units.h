@@ -15,6 +15,9 @@ Result<uint64_t> ParseSize(std::string_view text);
 // "4.2 MiB"; exact below 1 KiB.
 std::string FormatSize(uint64_t bytes);
 
+// Reads `3600`, `45s`, `30m`, `12h`, `30d`, `2w` as seconds.
+Result<int64_t> ParseDuration(std::string_view text);
+
 // Whole and decimal numbers within [low, high]; the whole text must be the number.
 Result<int64_t> ParseInteger(std::string_view text, int64_t low, int64_t high);
 Result<double> ParseDecimal(std::string_view text, double low, double high);

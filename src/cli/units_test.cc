@@ -42,5 +42,15 @@ TEST(UnitsTest, FormatsForPeople) {
   EXPECT_EQ(FormatMilliseconds(12345.0), "12.3 s");
 }
 
+TEST(Units, Durations) {
+  EXPECT_EQ(*ParseDuration("90"), 90);
+  EXPECT_EQ(*ParseDuration("45s"), 45);
+  EXPECT_EQ(*ParseDuration("30m"), 1800);
+  EXPECT_EQ(*ParseDuration("2h"), 7200);
+  EXPECT_EQ(*ParseDuration("30d"), 30 * 86400);
+  EXPECT_EQ(*ParseDuration("2w"), 14 * 86400);
+  for (const char* text : {"", "d", "-1d", "1y", "1.5h", "99999999999999d"}) EXPECT_FALSE(ParseDuration(text)) << text;
+}
+
 }  // namespace
 }  // namespace kvcell::cli

@@ -134,11 +134,9 @@ std::vector<DoctorFinding> Diagnose(const DoctorFigures& f) {
   return findings;
 }
 
-Result<DoctorFigures> ExamineSession(const std::string& directory, const std::string& session) {
-  const auto store = Store::Open(directory, {.create = false, .read_only = true});
-  if (!store) return Fail(store.error());
+Result<DoctorFigures> ExamineSession(Store* store, const std::string& session) {
   DoctorFigures figures;
-  const auto record = (*store)->Load(session);
+  const auto record = store->Load(session);
   if (!record && record.error().code() == StatusCode::kNotFound) {
     figures.session_missing = true;
     return figures;
@@ -157,8 +155,8 @@ Result<DoctorFigures> ExamineSession(const std::string& directory, const std::st
         const CellLayout& layout = layer.coded(h);
         bytes.resize(layout.bytes);
         ++figures.cells_checked;
-        Status status = (*store)->ReadCells(map->shapes[layer.group], *place, layer.slot(h), layer.head_in_slot(h), 1,
-                                            bytes.data());
+        Status status =
+            store->ReadCells(map->shapes[layer.group], *place, layer.slot(h), layer.head_in_slot(h), 1, bytes.data());
         if (status.ok()) status = VerifyCell(bytes, layer.number, h, b * kBlockTokens, record->blocks[b].key.data());
         if (!status.ok()) {
           if (figures.cells_damaged++ == 0) figures.first_damage = status.message();

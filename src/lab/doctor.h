@@ -11,6 +11,8 @@
 
 namespace kvcell {
 
+class Store;
+
 // What is known of a run or of a stored session; what is not known is not judged.
 struct DoctorFigures {
   // Expected squared error of coded values over their power, estimated from the cells' own scales. [n_layers]
@@ -34,6 +36,6 @@ struct DoctorFinding {
 std::vector<DoctorFinding> Diagnose(const DoctorFigures& figures);
 
 // Figures of a stored session, read without a model: every cell is verified, and its error estimated.
-Result<DoctorFigures> ExamineSession(const std::string& store, const std::string& session);
+Result<DoctorFigures> ExamineSession(Store* store, const std::string& session);
 
 }  // namespace kvcell

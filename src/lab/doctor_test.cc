@@ -9,6 +9,7 @@
 #include <fstream>
 
 #include "cache/cache_test_util.h"
+#include "store/store.h"
 
 namespace kvcell {
 namespace {
@@ -52,10 +53,19 @@ void SaveSession(const std::string& store, const std::string& codec, int bad_lay
   ASSERT_TRUE(cache->Save(sequence, "s", {}, "").ok());
 }
 
+Result<DoctorFigures> Examined(const std::string& directory, const std::string& session) {
+  StoreOptions options;
+  options.create = false;
+  options.read_only = true;
+  const auto store = Store::Open(directory, options);
+  if (!store) return Fail(store.error());
+  return ExamineSession(store->get(), session);
+}
+
 TEST(Doctor, ASoundSessionHasNoTrouble) {
   TempDir store;
   SaveSession(store.path(), "i8", -1);
-  const auto figures = ExamineSession(store.path(), "s");
+  const auto figures = Examined(store.path(), "s");
   ASSERT_TRUE(figures) << figures.error().message();
   EXPECT_EQ(figures->cells_checked, 4 * 2 * 4);
   EXPECT_THAT(Troubles(*figures), testing::IsEmpty());
@@ -64,13 +74,13 @@ TEST(Doctor, ASoundSessionHasNoTrouble) {
 TEST(Doctor, QualityThatFellAfterQuantizing) {
   TempDir store;
   SaveSession(store.path(), "k=int4:g128:sym,v=int4:g128:sym", 99);
-  EXPECT_THAT(Troubles(ExamineSession(store.path(), "s").value()), Contains("quality"));
+  EXPECT_THAT(Troubles(Examined(store.path(), "s").value()), Contains("quality"));
 }
 
 TEST(Doctor, OneLayerFarWorseThanTheOthers) {
   TempDir store;
   SaveSession(store.path(), "k=int4:g64:sym,v=int4:g64:sym", 2);
-  const auto findings = Diagnose(ExamineSession(store.path(), "s").value());
+  const auto findings = Diagnose(Examined(store.path(), "s").value());
   const auto layers =
       std::find_if(findings.begin(), findings.end(), [](const auto& f) { return f.trouble == "layers"; });
   ASSERT_NE(layers, findings.end());
@@ -87,7 +97,7 @@ TEST(Doctor, WrongBytesAfterATransition) {
     segment.put('\x5a');
     segment.put('\xa5');
   }
-  const auto figures = ExamineSession(store.path(), "s").value();
+  const auto figures = Examined(store.path(), "s").value();
   EXPECT_GT(figures.cells_damaged, 0);
   EXPECT_THAT(Troubles(figures), Contains("transition"));
 }
@@ -112,7 +122,7 @@ TEST(Doctor, SlowerWithLongerContext) {
 TEST(Doctor, AnotherProcessDoesNotSeeWhatWasWritten) {
   TempDir store;
   SaveSession(store.path(), "i4", -1);
-  EXPECT_THAT(Troubles(ExamineSession(store.path(), "other").value()), Contains("invisible"));
+  EXPECT_THAT(Troubles(Examined(store.path(), "other").value()), Contains("invisible"));
   DoctorFigures unsaved;
   unsaved.unsaved_tokens = 12;
   EXPECT_THAT(Troubles(unsaved), Contains("invisible"));

@@ -102,6 +102,29 @@ class LlamaPeer final : public Peer {
     return OkStatus();
   }
 
+  Status SaveState(const std::string& path, std::span<const Token> tokens) override {
+    try {
+      if (llama_state_seq_save_file(context_, path.c_str(), 0, tokens.data(), tokens.size()) > 0) return OkStatus();
+    } catch (const std::exception& e) {
+      return {StatusCode::kIoError, fmt::format("{}: libllama could not save its state ({})", path, e.what())};
+    }
+    return {StatusCode::kIoError, fmt::format("{}: libllama could not save its state ({})", path, TakeLlamaError())};
+  }
+
+  Status LoadState(const std::string& path) override {
+    std::vector<llama_token> tokens(static_cast<size_t>(limit_));
+    size_t n = 0;
+    try {
+      if (llama_state_seq_load_file(context_, path.c_str(), 0, tokens.data(), tokens.size(), &n) > 0) {
+        length_ = static_cast<int64_t>(n);
+        return OkStatus();
+      }
+    } catch (const std::exception& e) {
+      return {StatusCode::kIoError, fmt::format("{}: libllama could not load its state ({})", path, e.what())};
+    }
+    return {StatusCode::kIoError, fmt::format("{}: libllama could not load its state ({})", path, TakeLlamaError())};
+  }
+
   Status Trim(int64_t length) override {
     if (length >= length_) return OkStatus();
     if (!llama_memory_seq_rm(llama_get_memory(context_), 0, static_cast<llama_pos>(length), -1)) {

@@ -40,6 +40,9 @@ class Peer {
   virtual int64_t length() const = 0;
   // Appends tokens. logits gets [n_vocab] of the last one, or [n_tokens, n_vocab] with all_logits; it may be null.
   virtual Status Decode(std::span<const Token> tokens, bool all_logits, std::vector<float>* logits) = 0;
+  // libllama's own state file of the sequence. kIoError.
+  virtual Status SaveState(const std::string& path, std::span<const Token> tokens) = 0;
+  virtual Status LoadState(const std::string& path) = 0;
   // Cuts the sequence to its first `length` tokens; kInternal where libllama can't.
   virtual Status Trim(int64_t length) = 0;
   // Makes sequence `to` begin with all of sequence 0's past, no bytes copied.

@@ -17,6 +17,7 @@
 #include "model/step_graph.h"
 #include "model/tokenizer.h"
 #include "model/weights.h"
+#include "model/weights_digest.h"
 
 namespace kvcell {
 namespace {
@@ -140,6 +141,7 @@ class GgufModel final : public Model {
       return {StatusCode::kInvalidArgument,
               fmt::format("a batch of {} rows; ask for 1 to {}", options.max_batch, 1 << 16)};
     max_batch_ = options.max_batch;
+    digest_folder_ = options.digest_folder;
     architecture_ = MakeArchitecture(h_, &weights_);
     KVCELL_RETURN_IF_ERROR(weights_.Finish());
     Result<std::unique_ptr<Tokenizer>> tokenizer = Tokenizer::Load(header_, h_.n_vocab);
@@ -155,12 +157,13 @@ class GgufModel final : public Model {
   const ModelFacts& facts() const override { return facts_; }
 
   const std::vector<std::pair<std::string, std::string>>& identity() const override {
-    // Digested when first asked for, since it reads the whole file.
+    // Digested when first asked for, since it reads the whole file where its digest is not remembered.
     if (identity_.empty()) {
-      identity_ = {{"weights", Hex(Checksum128(file_.bytes()))},
+      identity_ = {{"weights", DigestWeights(file_.bytes(), file_.info(), digest_folder_).text},
                    {"architecture", h_.architecture},
                    {"tokenizer", TokenizerDigest(header_)},
-                   {"rope", RopeText(header_, h_)}};
+                   {"rope", RopeText(header_, h_)},
+                   {"adapters", "none"}};  // none can be loaded; who adds them names them here
     }
     return identity_;
   }
@@ -258,6 +261,7 @@ class GgufModel final : public Model {
   Weights weights_;
   ModelFacts facts_;
   int32_t max_batch_ = 0;
+  std::string digest_folder_;
   mutable std::vector<std::pair<std::string, std::string>> identity_;
   std::unique_ptr<Architecture> architecture_;
   std::unique_ptr<Tokenizer> tokenizer_;

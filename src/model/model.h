@@ -35,6 +35,8 @@ struct ModelFacts {
 struct ModelOptions {
   int32_t n_threads = 0;    // 0: as many as there are processors
   int32_t max_batch = 512;  // most rows per Forward
+  // Where the digests of large model files are remembered, so that a start need not read them whole; "": nowhere.
+  std::string digest_folder = {};
 };
 
 struct ChatMessage {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ggml.h>
+#include <sys/stat.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -27,10 +28,12 @@ class MappedFile {
   ~MappedFile();
 
   std::span<const std::byte> bytes() const { return bytes_; }
+  const struct stat& info() const { return info_; }  // when it was opened
 
  private:
-  explicit MappedFile(std::span<const std::byte> bytes) : bytes_(bytes) {}
+  MappedFile(std::span<const std::byte> bytes, const struct stat& info) : bytes_(bytes), info_(info) {}
   std::span<const std::byte> bytes_;
+  struct stat info_;
 };
 
 // Hands out tensors of a checked file as ggml tensors over the mapping, without copying. The first problem is kept for

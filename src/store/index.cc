@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <sys/random.h>
 
 #include <algorithm>
@@ -38,6 +39,13 @@ constexpr const char* kSchema = R"(
     freed BLOB NOT NULL, checksum INTEGER NOT NULL, PRIMARY KEY(segment, offset)) WITHOUT ROWID;
 )";
 
+// Added by format 2, with the prefix tree's tables: a checksum for each part of a session's data, so that one that is
+// damaged doesn't take the others with it.
+constexpr const char* kPartsSchema = R"(
+  CREATE TABLE session_parts(session INTEGER PRIMARY KEY, tokens INTEGER NOT NULL, exact INTEGER NOT NULL,
+    logits INTEGER NOT NULL, extras INTEGER NOT NULL, checksum INTEGER NOT NULL);
+)";
+
 constexpr size_t kTokenBytes = kBlockTokens * sizeof(Token);
 
 Status RowDamaged(const std::string& path, std::string_view row) {
@@ -53,12 +61,19 @@ uint64_t RowChecksum(std::string_view table, ByteWriter fields) {
   return Checksum64(fields.bytes());
 }
 
-uint64_t SessionChecksum(const SessionRow& row, std::span<const std::byte> identity) {
+// The columns of a session's row as they stand in the file: names in the clear or sealed.
+struct StoredSession {
+  std::string name;
+  std::string model;
+  std::vector<std::byte> identity;
+};
+
+uint64_t SessionChecksum(const SessionRow& row, const StoredSession& stored) {
   ByteWriter out;
   out.Put(row.id)
-      .Sized(row.name)
-      .Sized(row.model)
-      .Sized(identity)
+      .Sized(stored.name)
+      .Sized(stored.model)
+      .Sized(stored.identity)
       .Put(row.n_tokens)
       .Put(row.n_blocks)
       .Put(row.data_bytes);
@@ -74,22 +89,28 @@ uint64_t DataChecksum(int64_t session, std::span<const std::byte> tokens, std::s
   return RowChecksum("session_data", std::move(out));
 }
 
+uint64_t PartsChecksum(int64_t session, uint64_t revision, std::span<const uint64_t> parts) {
+  ByteWriter out;
+  out.Put(session).Put(revision);
+  for (const uint64_t part : parts) out.Put(part);
+  return RowChecksum("session_parts", std::move(out));
+}
+
 void PutPlace(ByteWriter* out, const std::optional<BlockPlace>& place) {
   const BlockPlace p = place.value_or(BlockPlace{});
   out->Put(uint8_t{place.has_value()}).Put(p.segment).Put(p.offset).Put(p.n_blocks).Put(p.index);
 }
 
-uint64_t BlockChecksum(const BlockRow& row) {
+uint64_t BlockChecksum(const BlockRow& row, std::span<const std::byte> stored_tokens) {
   ByteWriter out;
-  out.Put(row.id).Raw(std::as_bytes(std::span(row.record.key))).Put(row.record.generation);
-  out.Raw(std::as_bytes(std::span(row.record.tokens)));
+  out.Put(row.id).Raw(row.stored_key).Put(row.record.generation).Raw(stored_tokens);
   for (const auto& place : row.record.places) PutPlace(&out, place);
   return RowChecksum("blocks", std::move(out));
 }
 
-uint64_t LinkChecksum(int64_t session, int64_t position, int64_t block, const BlockKey& key) {
+uint64_t LinkChecksum(int64_t session, int64_t position, int64_t block, std::span<const std::byte> stored_key) {
   ByteWriter out;
-  out.Put(session).Put(position).Put(block).Raw(std::as_bytes(std::span(key)));
+  out.Put(session).Put(position).Put(block).Raw(stored_key);
   return RowChecksum("session_blocks", std::move(out));
 }
 
@@ -108,52 +129,11 @@ uint64_t ExtentChecksum(const ExtentKey& key, uint64_t n_blocks, std::span<const
   return RowChecksum("extents", std::move(out));
 }
 
-// Columns of `sessions` in the order of kSessionColumns; nothing where they fail their checks.
 #define KVCELL_SESSION_COLUMNS \
   "id,name,model,identity,n_tokens,n_blocks,data_bytes,last_used,revision,data_checksum,checksum"
-std::optional<SessionRow> GetSession(const Query& query) {
-  SessionRow row;
-  row.id = query.GetInt(0);
-  row.name = query.GetText(1);
-  row.model = query.GetText(2);
-  const auto identity_bytes = query.GetBlob(3);
-  const auto identity = ParseIdentityBytes(identity_bytes);
-  row.n_tokens = query.GetInt(4);
-  row.n_blocks = query.GetInt(5);
-  row.data_bytes = query.GetInt(6);
-  row.last_used = query.GetInt(7);
-  row.revision = query.GetUint(8);
-  row.data_checksum = query.GetUint(9);
-  if (!identity || SessionChecksum(row, identity_bytes) != query.GetUint(10)) return std::nullopt;
-  if (row.n_tokens < 0 || row.n_blocks < 0 || row.n_blocks > row.n_tokens / kBlockTokens) return std::nullopt;
-  row.identity = *identity;
-  return row;
-}
-
-// Columns of `blocks` from `first` on in the order of KVCELL_BLOCK_COLUMNS.
 #define KVCELL_BLOCK_COLUMNS                                                                              \
   "blocks.id,blocks.key,blocks.generation,blocks.tokens,blocks.segment0,blocks.offset0,blocks.n_blocks0," \
   "blocks.index0,blocks.segment1,blocks.offset1,blocks.n_blocks1,blocks.index1,blocks.checksum"
-std::optional<BlockRow> GetBlock(const Query& query, int first) {
-  BlockRow row;
-  row.id = query.GetInt(first);
-  const auto key = query.GetBlob(first + 1);
-  row.record.generation = query.GetUint(first + 2);
-  if (key.size() != row.record.key.size()) return std::nullopt;
-  std::memcpy(row.record.key.data(), key.data(), key.size());
-  const auto tokens = query.GetBlob(first + 3);
-  if (tokens.size() != kTokenBytes) return std::nullopt;
-  std::memcpy(row.record.tokens.data(), tokens.data(), kTokenBytes);
-  for (int i = 0; i < 2; ++i) {
-    const int at = first + 4 + 4 * i;
-    if (query.IsNull(at)) continue;
-    const auto place = MakePlace(query.GetInt(at), query.GetInt(at + 1), query.GetInt(at + 2), query.GetInt(at + 3));
-    if (!place) return std::nullopt;
-    row.record.places[static_cast<size_t>(i)] = place;
-  }
-  if (BlockChecksum(row) != query.GetUint(first + 12)) return std::nullopt;
-  return row;
-}
 
 // Columns segment, offset, n_blocks, shape, freed, checksum.
 std::optional<ExtentRow> GetExtent(const Query& query) {
@@ -178,7 +158,105 @@ std::optional<ExtentRow> GetExtent(const Query& query) {
   return row;
 }
 
+// Columns of session_data; each is sealed for its own.
+enum DataColumn : uint64_t { kTokens, kExact, kLogits, kExtras, kDataColumns };
+constexpr uint64_t kNamesColumn = 0;
+
+std::string HexText(std::span<const uint8_t> bytes) { return fmt::format("{:02x}", fmt::join(bytes, "")); }
+
 }  // namespace
+
+PrefixIndex Index::prefixes() { return {*database_, store_id_, cipher_.get()}; }
+
+std::string Index::RowName(std::string_view space, std::string_view name) const {
+  // A name holds no '/', so that no two pairs give one text.
+  std::string text = space.empty() ? std::string(name) : fmt::format("{}/{}", space, name);
+  return cipher_ == nullptr ? text : HexText(cipher_->Name(std::as_bytes(std::span(text))));
+}
+
+SealedFor Index::About(std::string_view table, int64_t row, uint64_t column) const {
+  SealedFor about;
+  about.Raw(std::as_bytes(std::span(store_id_))).Sized(table).Put(row).Put(column);
+  return about;
+}
+
+// Columns in the order of KVCELL_SESSION_COLUMNS; nothing where they fail their checks.
+std::optional<SessionRow> Index::GetSession(const Query& query) const {
+  SessionRow row;
+  StoredSession stored;
+  row.id = query.GetInt(0);
+  stored.name = query.GetText(1);
+  stored.model = query.GetText(2);
+  const auto identity_bytes = query.GetBlob(3);
+  stored.identity.assign(identity_bytes.begin(), identity_bytes.end());
+  row.n_tokens = query.GetInt(4);
+  row.n_blocks = query.GetInt(5);
+  row.data_bytes = query.GetInt(6);
+  row.last_used = query.GetInt(7);
+  row.revision = query.GetUint(8);
+  row.data_checksum = query.GetUint(9);
+  if (SessionChecksum(row, stored) != query.GetUint(10)) return std::nullopt;
+  if (row.n_tokens < 0 || row.n_blocks < 0 || row.n_blocks > row.n_tokens / kBlockTokens) return std::nullopt;
+  if (cipher_ != nullptr) {
+    const auto names = cipher_->Unseal(stored.identity, About("sessions", row.id, kNamesColumn));
+    if (!names) return std::nullopt;
+    ByteReader in(*names);
+    row.space = in.Text();
+    row.name = in.Text();
+    row.model = in.Text();
+    const auto identity = in.Sized();
+    stored.identity.assign(identity.begin(), identity.end());
+    if (!in.at_end() || RowName(row.space, row.name) != stored.name) return std::nullopt;
+  } else {
+    const size_t slash = stored.name.find('/');
+    if (slash != std::string::npos) row.space = stored.name.substr(0, slash);
+    row.name = slash == std::string::npos ? stored.name : stored.name.substr(slash + 1);
+    row.model = std::move(stored.model);
+  }
+  auto identity = ParseIdentityBytes(stored.identity);
+  if (!identity) return std::nullopt;
+  row.identity = std::move(*identity);
+  return row;
+}
+
+std::vector<std::byte> Index::StoredKey(const BlockKey& key) const {
+  ByteWriter out;
+  out.Raw(std::as_bytes(std::span(key))).Raw(std::as_bytes(std::span(space_)));
+  if (cipher_ == nullptr) return std::move(out.bytes());
+  const auto name = cipher_->Name(out.bytes());
+  const auto bytes = std::as_bytes(std::span(name));
+  return {bytes.begin(), bytes.end()};
+}
+
+// Columns from `first` on in the order of KVCELL_BLOCK_COLUMNS.
+std::optional<BlockRow> Index::GetBlock(const Query& query, int first) const {
+  BlockRow row;
+  row.id = query.GetInt(first);
+  const auto key = query.GetBlob(first + 1);
+  row.stored_key.assign(key.begin(), key.end());
+  row.record.generation = query.GetUint(first + 2);
+  const auto stored_tokens = query.GetBlob(first + 3);
+  for (int i = 0; i < 2; ++i) {
+    const int at = first + 4 + 4 * i;
+    if (query.IsNull(at)) continue;
+    const auto place = MakePlace(query.GetInt(at), query.GetInt(at + 1), query.GetInt(at + 2), query.GetInt(at + 3));
+    if (!place) return std::nullopt;
+    row.record.places[static_cast<size_t>(i)] = place;
+  }
+  if (BlockChecksum(row, stored_tokens) != query.GetUint(first + 12)) return std::nullopt;
+  ByteWriter clear;  // key and tokens
+  if (cipher_ != nullptr) {
+    auto opened = cipher_->Unseal(stored_tokens, About("blocks", row.id, 0));
+    if (!opened) return std::nullopt;
+    clear.bytes() = std::move(*opened);
+  } else {
+    clear.Raw(key.first(std::min(key.size(), row.record.key.size()))).Raw(stored_tokens);
+  }
+  if (clear.bytes().size() != row.record.key.size() + kTokenBytes) return std::nullopt;
+  std::memcpy(row.record.key.data(), clear.bytes().data(), row.record.key.size());
+  std::memcpy(row.record.tokens.data(), clear.bytes().data() + row.record.key.size(), kTokenBytes);
+  return row;
+}
 
 std::vector<std::byte> MakeIdentityBytes(const Identity& identity) {
   ByteWriter out;
@@ -207,6 +285,13 @@ std::optional<BlockPlace> MakePlace(int64_t segment, int64_t offset, int64_t n_b
                     static_cast<uint32_t>(index)};
 }
 
+static Status CheckVersion(const std::string& path, int64_t version) {
+  if (version >= kOldestIndexFormat && version <= kIndexFormat) return OkStatus();
+  return Status(StatusCode::kMismatch,
+                fmt::format("index {} has format {}, this program reads {} to {}: use the program that wrote it", path,
+                            version, kOldestIndexFormat, kIndexFormat));
+}
+
 // Looks at the file itself before SQLite does, so that a file that isn't ours or is newer is not even opened for
 // writing.
 static Result<bool> IsFounded(const File& file) {
@@ -227,11 +312,7 @@ static Result<bool> IsFounded(const File& file) {
         fmt::format("{} is not a kvcell index or is damaged, and is left as it is: move it away and start a new store",
                     file.path()));
   }
-  if (const uint32_t version = big_endian(60); version != kIndexFormat) {
-    return Fail(StatusCode::kMismatch,
-                fmt::format("index {} has format {}, this program reads {}: use the program that wrote it", file.path(),
-                            version, kIndexFormat));
-  }
+  KVCELL_FAIL_IF_ERROR(CheckVersion(file.path(), big_endian(60)));
   return true;
 }
 
@@ -293,66 +374,208 @@ Result<std::unique_ptr<Index>> Index::Open(SystemCalls& calls, const File& direc
   }
   auto database = Database::Open(path, options.read_only);
   if (!database) return Fail(database.error());
-  std::unique_ptr<Index> index(new Index(std::move(*database)));
+  std::unique_ptr<Index> index(new Index(std::move(*database), options));
   index->open_ = std::move(*open);
   if (writes) {
-    constexpr std::array<const char*, 3> kSynchronous = {"PRAGMA synchronous=OFF", "PRAGMA synchronous=NORMAL",
-                                                         "PRAGMA synchronous=FULL"};
-    KVCELL_FAIL_IF_ERROR(index->database_->Run(kSynchronous.at(static_cast<size_t>(options.durability))));
-    if (!founded) KVCELL_FAIL_IF_ERROR(index->Found());
-    KVCELL_FAIL_IF_ERROR(PrefixIndex(*index->database_).Found());
+    KVCELL_FAIL_IF_ERROR(index->SetDurability(options.durability));
+    if (!founded) KVCELL_FAIL_IF_ERROR(index->Found(options));
     KVCELL_FAIL_IF_ERROR(
         index->database_->Run("PRAGMA journal_mode=WAL; PRAGMA secure_delete=ON; PRAGMA temp_store=MEMORY;"));
   }
-  KVCELL_FAIL_IF_ERROR(index->Recognise());
+  KVCELL_FAIL_IF_ERROR(index->Recognise(options));
   return index;
+}
+
+Status Index::CheckIsStore(SystemCalls& calls, const File& directory) {
+  const std::string path = directory.path() + "/store.db";
+  struct stat info = {};
+  if (const int result = calls.StatAt(directory.fd(), "store.db", &info); result < 0) {
+    return Status(StatusCode::kNotFound, fmt::format("there is no store at {}: check the path", directory.path()));
+  }
+  bool opened = false;
+  const auto open = OpenIndex::Enter(info, [&]() -> Status {
+    opened = true;
+    const auto file = File::Open(calls, directory.fd(), "store.db", O_RDONLY, 0, path);
+    if (!file) return file.error();
+    const auto found = IsFounded(*file);
+    return found ? OkStatus() : found.error();
+  });
+  if (!open) return open.error();
+  return opened ? OkStatus()
+                : Status(StatusCode::kBusy, fmt::format("store {} is open in this process", directory.path()));
 }
 
 // One transaction in the file itself, before it has a write-ahead log: its header says whose it is from the first
 // moment.
-Status Index::Found() {
+Status Index::Found(const StoreOptions& options) {
   StoreId id{};
   if (::getrandom(id.data(), id.size(), 0) != static_cast<ssize_t>(id.size())) {
     return ErrnoStatus(errno, "get random numbers for", path());
+  }
+  if (options.index_page_bytes != 0) {
+    KVCELL_RETURN_IF_ERROR(database_->Run(fmt::format("PRAGMA page_size={}", options.index_page_bytes).c_str()));
   }
   Transaction transaction(*database_);
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
   const std::string marks =
       fmt::format("PRAGMA application_id={}; PRAGMA user_version={};", kIndexApplicationId, kIndexFormat);
   KVCELL_RETURN_IF_ERROR(database_->Run(marks.c_str()));
-  KVCELL_RETURN_IF_ERROR(database_->Run(kSchema));
+  for (const char* schema : {kSchema, kPartsSchema, kPrefixSchema}) KVCELL_RETURN_IF_ERROR(database_->Run(schema));
   KVCELL_RETURN_IF_ERROR(PutMeta("store_id", std::as_bytes(std::span(id))));
-  const uint64_t first_generation = 1;
-  KVCELL_RETURN_IF_ERROR(PutMeta("next_generation", std::as_bytes(std::span(&first_generation, 1))));
+  KVCELL_RETURN_IF_ERROR(PutCount("next_generation", 1));
+  KVCELL_RETURN_IF_ERROR(PutCount("commits", 0));
+  KVCELL_RETURN_IF_ERROR(PutCount("moves", 0));
+  if (!options.key.empty()) {
+    std::vector<std::byte> box;
+    const auto cipher = Cipher::Make(options.key, id, &box);
+    if (!cipher) return cipher.error();
+    KVCELL_RETURN_IF_ERROR(PutMeta("key_box", box));
+  }
   return transaction.Commit();
 }
 
-Status Index::Recognise() {
-  Query version(*database_, "PRAGMA user_version");
-  const auto row = version.Step();
-  if (!row) return row.error();
-  if (!*row || version.GetInt(0) != kIndexFormat) {
-    return Status(StatusCode::kMismatch,
-                  fmt::format("index {} has format {}, this program reads {}: use the program that wrote it", path(),
-                              *row ? version.GetInt(0) : 0, kIndexFormat));
+Status Index::Recognise(const StoreOptions& options) {
+  int64_t found = 0;
+  {
+    Query version(*database_, "PRAGMA user_version");
+    const auto row = version.Step();
+    if (!row) return row.error();
+    found = *row ? version.GetInt(0) : 0;
   }
+  KVCELL_RETURN_IF_ERROR(CheckVersion(path(), found));
+  KVCELL_RETURN_IF_ERROR(CheckSchema(found));
   const auto id = GetMeta("store_id");
   if (!id) return id.error();
   if (id->size() != store_id_.size()) return RowDamaged(path(), "the store's number");
   std::memcpy(store_id_.data(), id->data(), store_id_.size());
+  if (found < kIndexFormat && !options.read_only) KVCELL_RETURN_IF_ERROR(Upgrade());
+  return OpenCipher(options);
+}
+
+// Format 1 had neither counts of commits and moves, nor checksums of a session's parts, nor namespaces, nor encryption,
+// nor, at first, a prefix tree; all of its rows stay as they are.
+Status Index::Upgrade() {
+  Transaction transaction(*database_);
+  KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
+  for (const char* key : {"commits", "moves"}) {
+    const auto there = FindMeta(key);  // another process may have been first
+    if (!there) return there.error();
+    if (!*there) KVCELL_RETURN_IF_ERROR(PutCount(key, 0));
+  }
+  const auto parts = Query(*database_, "SELECT 1 FROM sqlite_master WHERE name='session_parts'").Step();
+  if (!parts) return parts.error();
+  if (!*parts) KVCELL_RETURN_IF_ERROR(database_->Run(kPartsSchema));
+  KVCELL_RETURN_IF_ERROR(prefixes().Found());
+  KVCELL_RETURN_IF_ERROR(database_->Run(fmt::format("PRAGMA user_version={}", kIndexFormat).c_str()));
+  return transaction.Commit();
+}
+
+Status Index::OpenCipher(const StoreOptions& options) {
+  // Every row of `meta`: one whose key is damaged would be missed, not found wrong.
+  Query query(*database_, "SELECT key, value, checksum FROM meta");
+  std::optional<std::vector<std::byte>> box;
+  for (;;) {
+    const auto more = query.Step();
+    if (!more) return more.error();
+    if (!*more) break;
+    const std::string key = query.GetText(0);
+    const auto value = query.GetBlob(1);
+    ByteWriter fields;
+    fields.Sized(key).Sized(value);
+    if (RowChecksum("meta", std::move(fields)) != query.GetUint(2)) return RowDamaged(path(), key);
+    if (key == "key_box") box.emplace(value.begin(), value.end());
+  }
+  if (!box && options.key.empty()) return OkStatus();
+  if (!box) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("index {} is not encrypted although a key is given: leave the key away, or name a new "
+                              "directory to make an encrypted store",
+                              path()));
+  }
+  if (options.key.empty()) {
+    return Status(
+        StatusCode::kPermission,
+        fmt::format("index {} is encrypted: give its key with --key-file, --key-command or KVCELL_KEY", path()));
+  }
+  auto cipher = Cipher::Open(options.key, store_id_, *box, "index " + path());
+  if (!cipher) return cipher.error();
+  cipher_ = std::move(*cipher);
   return OkStatus();
 }
 
-Result<std::vector<std::byte>> Index::GetMeta(const char* key) {
+// The statements that made the tables must stand in the file as they were: a changed one would change what queries
+// mean.
+Status Index::CheckSchema(int64_t format) {
+  std::set<std::string> statements;
+  Query query(*database_, "SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL");
+  for (;;) {
+    const auto more = query.Step();
+    if (!more) return more.error();
+    if (!*more) break;
+    statements.insert(query.GetText(0));
+  }
+  const std::string all = format < 2 ? std::string(kSchema) : std::string(kSchema) + kPartsSchema + kPrefixSchema;
+  for (std::string_view rest = all;;) {
+    const size_t begin = rest.find("CREATE");
+    if (begin == std::string_view::npos) return OkStatus();
+    const size_t end = rest.find(';');
+    if (!statements.contains(std::string(rest.substr(begin, end - begin)))) {
+      return Status(
+          StatusCode::kCorruption,
+          fmt::format("index {}: the table definitions are damaged, the file is left as it is: move the store "
+                      "away and start a new one",
+                      path()));
+    }
+    rest.remove_prefix(end + 1);
+  }
+}
+
+Result<std::optional<std::vector<std::byte>>> Index::FindMeta(const char* key) {
   Query query(*database_, "SELECT value, checksum FROM meta WHERE key=?");
   const auto row = query.Text(key).Step();
   if (!row) return Fail(row.error());
-  if (!*row) return Fail(RowDamaged(path(), key));
+  if (!*row) return std::nullopt;
   const auto value = query.GetBlob(0);
   ByteWriter fields;
   fields.Sized(key).Sized(value);
   if (RowChecksum("meta", std::move(fields)) != query.GetUint(1)) return Fail(RowDamaged(path(), key));
   return std::vector<std::byte>(value.begin(), value.end());
+}
+
+Result<std::vector<std::byte>> Index::GetMeta(const char* key) {
+  auto value = FindMeta(key);
+  if (!value) return Fail(value.error());
+  if (!*value) return Fail(RowDamaged(path(), key));
+  return std::move(**value);
+}
+
+// A count that a read-only store of format 1 lacks is zero.
+Result<uint64_t> Index::GetCount(const char* key) {
+  const auto value = FindMeta(key);
+  if (!value) return Fail(value.error());
+  if (!*value) return 0;
+  ByteReader in(**value);
+  const auto count = in.Take<uint64_t>();
+  if (!in.at_end()) return Fail(RowDamaged(path(), key));
+  return count;
+}
+
+Status Index::PutCount(const char* key, uint64_t value) { return PutMeta(key, std::as_bytes(std::span(&value, 1))); }
+
+Result<uint64_t> Index::Commits() { return GetCount("commits"); }
+
+Result<uint64_t> Index::CountCommit() {
+  const auto commits = GetCount("commits");
+  if (!commits) return commits;
+  KVCELL_FAIL_IF_ERROR(PutCount("commits", *commits + 1));
+  return *commits + 1;
+}
+
+Result<uint64_t> Index::Moves() { return GetCount("moves"); }
+
+Status Index::CountMove() {
+  const auto moves = GetCount("moves");
+  return moves ? PutCount("moves", *moves + 1) : moves.error();
 }
 
 Status Index::PutMeta(const char* key, std::span<const std::byte> value) {
@@ -370,115 +593,204 @@ Status Index::PutMeta(const char* key, std::span<const std::byte> value) {
 Result<uint64_t> Index::ReserveGenerations(uint64_t n) {
   Transaction transaction(*database_);
   KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
-  const auto value = GetMeta("next_generation");
-  if (!value) return Fail(value.error());
-  ByteReader in(*value);
-  const auto first = in.Take<uint64_t>();
-  const auto next = CheckedAdd(first, n);
-  if (!in.at_end() || !next) return Fail(RowDamaged(path(), "next_generation"));
-  KVCELL_FAIL_IF_ERROR(PutMeta("next_generation", std::as_bytes(std::span(&*next, 1))));
+  const auto first = GetCount("next_generation");
+  if (!first) return first;
+  const auto next = CheckedAdd(*first, n);
+  if (*first == 0 || !next) return Fail(RowDamaged(path(), "next_generation"));
+  KVCELL_FAIL_IF_ERROR(PutCount("next_generation", *next));
   KVCELL_FAIL_IF_ERROR(transaction.Commit());
-  return first;
+  return *first;
 }
 
 Result<std::optional<SessionRow>> Index::FindSession(const std::string& name) {
-  Query query(*database_, "SELECT " KVCELL_SESSION_COLUMNS " FROM sessions WHERE name=?");
-  const auto found = query.Text(name).Step();
+  const std::string row_name = RowName(name);
+  {
+    Query query(*database_, "SELECT " KVCELL_SESSION_COLUMNS " FROM sessions WHERE name=?");
+    const auto found = query.Text(row_name).Step();
+    if (!found) return Fail(found.error());
+    if (*found) {
+      auto row = GetSession(query);
+      if (!row) return Fail(RowDamaged(path(), fmt::format("session '{}'", name)));
+      return row;
+    }
+  }
+  // Not there, or not found any more because the table or its index is damaged? Every row is looked at.
+  Query query(*database_, "SELECT " KVCELL_SESSION_COLUMNS " FROM sessions NOT INDEXED");
+  for (;;) {
+    const auto more = query.Step();
+    if (!more) return Fail(more.error());
+    if (!*more) return std::nullopt;
+    if (!GetSession(query) || query.GetText(1) == row_name) {
+      return Fail(StatusCode::kCorruption,
+                  fmt::format("index {}: session '{}' is not found, and a damaged row may be the reason; run `kvcell "
+                              "store verify`, and remove what it names",
+                              path(), name));
+    }
+  }
+}
+
+Result<std::optional<SessionRow>> Index::FindSession(int64_t id) {
+  Query query(*database_, "SELECT " KVCELL_SESSION_COLUMNS " FROM sessions WHERE id=?");
+  const auto found = query.Int(id).Step();
   if (!found) return Fail(found.error());
   if (!*found) return std::nullopt;
   auto row = GetSession(query);
-  if (!row) return Fail(RowDamaged(path(), fmt::format("session '{}'", name)));
+  if (!row) return Fail(RowDamaged(path(), fmt::format("session number {}", id)));
   return row;
 }
 
 Result<std::optional<int64_t>> Index::SessionId(const std::string& name) {
+  const std::string row_name = RowName(name);
   Query query(*database_, "SELECT id FROM sessions WHERE name=?");
-  const auto found = query.Text(name).Step();
+  const auto found = query.Text(row_name).Step();
   if (!found) return Fail(found.error());
   if (!*found) return std::nullopt;
   return query.GetInt(0);
 }
 
-Result<std::vector<SessionRow>> Index::ListSessions(std::vector<std::string>* damaged) {
+Result<std::vector<SessionRow>> Index::ListSessions(Spaces spaces, std::vector<std::string>* damaged) {
   Query query(*database_, "SELECT " KVCELL_SESSION_COLUMNS " FROM sessions ORDER BY name");
   std::vector<SessionRow> rows;
   for (;;) {
     const auto more = query.Step();
     if (!more) return Fail(more.error());
-    if (!*more) return rows;
+    if (!*more) break;
     if (auto row = GetSession(query)) {
-      rows.push_back(std::move(*row));
+      if (spaces == Spaces::kAll || row->space == space_) rows.push_back(std::move(*row));
     } else {
       damaged->push_back(query.GetText(1));
     }
   }
+  if (cipher_ != nullptr) std::ranges::sort(rows, {}, &SessionRow::name);
+  return rows;
 }
 
-Status Index::ReadSessionData(const SessionRow& row, SessionRecord* record) {
+Status Index::ReadSessionData(const SessionRow& row, SessionRecord* record, SessionDamage* damage) {
   Query query(*database_, "SELECT tokens, exact, logits, extras FROM session_data WHERE session=?");
   const auto found = query.Int(row.id).Step();
-  if (!found) return found.error();
-  const Status damaged = RowDamaged(path(), fmt::format("the data of session '{}'", row.name));
-  if (!*found) return damaged;
-  const auto copy = [&](int column, auto* to) {
+  *damage = {true, true, true, true};
+  if (!found) return found.error().code() == StatusCode::kCorruption ? OkStatus() : found.error();
+  if (!*found) return OkStatus();
+  const std::array<std::span<const std::byte>, kDataColumns> columns = {query.GetBlob(kTokens), query.GetBlob(kExact),
+                                                                        query.GetBlob(kLogits), query.GetBlob(kExtras)};
+  const bool whole =
+      DataChecksum(row.id, columns[kTokens], columns[kExact], columns[kLogits], columns[kExtras]) == row.data_checksum;
+  std::array<bool, kDataColumns> sound{whole, whole, whole, whole};
+  if (!whole) KVCELL_RETURN_IF_ERROR(CheckParts(row, columns, sound));
+  const auto copy = [&](DataColumn column, auto* to) {
     using Value = typename std::remove_pointer_t<decltype(to)>::value_type;
-    const auto bytes = query.GetBlob(column);
+    if (!sound[column]) return false;
+    auto bytes = columns[column];
+    std::optional<std::vector<std::byte>> opened;
+    if (cipher_ != nullptr) {
+      opened = cipher_->Unseal(bytes, About("session_data", row.id, row.revision * kDataColumns + column));
+      if (!opened) return false;
+      bytes = *opened;
+    }
     if (bytes.size() % sizeof(Value) != 0) return false;
     to->resize(bytes.size() / sizeof(Value));
     if (!bytes.empty()) std::memcpy(to->data(), bytes.data(), bytes.size());
     return true;
   };
-  if (!copy(0, &record->tokens) || !copy(1, &record->exact) || !copy(2, &record->logits) || !copy(3, &record->extras))
-    return damaged;
-  const uint64_t checksum =
-      DataChecksum(row.id, std::as_bytes(std::span(record->tokens)), record->exact,
-                   std::as_bytes(std::span(record->logits)), std::as_bytes(std::span(record->extras)));
-  if (checksum != row.data_checksum || static_cast<int64_t>(record->tokens.size()) != row.n_tokens) return damaged;
+  damage->tokens = !copy(kTokens, &record->tokens) || static_cast<int64_t>(record->tokens.size()) != row.n_tokens;
+  damage->exact = !copy(kExact, &record->exact);
+  damage->logits = !copy(kLogits, &record->logits);
+  damage->extras = !copy(kExtras, &record->extras);
+  if (damage->tokens) record->tokens.clear();
   return OkStatus();
 }
 
+Status Index::CheckParts(const SessionRow& row, std::span<const std::span<const std::byte>> columns,
+                         std::span<bool> sound) {
+  Query there(*database_, "SELECT 1 FROM sqlite_master WHERE name='session_parts'");
+  const auto has = there.Step();
+  if (!has) return has.error();
+  if (!*has) return OkStatus();
+  Query query(*database_, "SELECT tokens, exact, logits, extras, checksum FROM session_parts WHERE session=?");
+  const auto found = query.Int(row.id).Step();
+  if (!found) return found.error().code() == StatusCode::kCorruption ? OkStatus() : found.error();
+  if (!*found) return OkStatus();
+  std::array<uint64_t, kDataColumns> parts{};
+  for (size_t i = 0; i < parts.size(); ++i) parts[i] = query.GetUint(static_cast<int>(i));
+  if (PartsChecksum(row.id, row.revision, parts) != query.GetUint(kDataColumns)) return OkStatus();
+  for (size_t i = 0; i < parts.size(); ++i) sound[i] = Checksum64(columns[i]) == parts[i];
+  return OkStatus();
+}
+
+Status Index::WriteSessionRow(const SessionRow& row) {
+  StoredSession stored;
+  stored.name = RowName(row.space, row.name);
+  stored.identity = MakeIdentityBytes(row.identity);
+  if (cipher_ == nullptr) {
+    stored.model = row.model;
+  } else {
+    ByteWriter names;
+    names.Sized(row.space).Sized(row.name).Sized(row.model).Sized(stored.identity);
+    stored.identity = cipher_->Seal(names.bytes(), About("sessions", row.id, kNamesColumn));
+  }
+  return Query(*database_,
+               "UPDATE sessions SET model=?,identity=?,n_tokens=?,n_blocks=?,data_bytes=?,last_used=?,"
+               "revision=?,data_checksum=?,checksum=? WHERE id=?")
+      .Text(stored.model)
+      .Blob(stored.identity)
+      .Int(row.n_tokens)
+      .Int(row.n_blocks)
+      .Int(row.data_bytes)
+      .Int(row.last_used)
+      .Int(row.revision)
+      .Int(row.data_checksum)
+      .Int(SessionChecksum(row, stored))
+      .Int(row.id)
+      .Run();
+}
+
+Status Index::TouchSession(SessionRow row, int64_t now) {
+  row.last_used = now;
+  return WriteSessionRow(row);
+}
+
 Status Index::WriteSession(SessionRow* row, const SessionRecord& record) {
+  row->space = space_;
   if (row->id == 0) {
+    const std::string row_name = RowName(row->name);
     Query insert(*database_,
                  "INSERT INTO sessions(name,model,identity,n_tokens,n_blocks,data_bytes,last_used,revision,"
                  "data_checksum,checksum) VALUES(?,'',x'',0,0,0,0,0,0,0)");
-    KVCELL_RETURN_IF_ERROR(insert.Text(row->name).Run());
+    KVCELL_RETURN_IF_ERROR(insert.Text(row_name).Run());
     row->id = sqlite3_last_insert_rowid(database_->handle());
   }
-  const auto tokens = std::as_bytes(std::span(record.tokens));
-  const auto logits = std::as_bytes(std::span(record.logits));
-  const auto extras = std::as_bytes(std::span(record.extras));
-  row->data_bytes = static_cast<int64_t>(record.exact.size() + logits.size());
-  row->data_checksum = DataChecksum(row->id, tokens, record.exact, logits, extras);
-  const auto identity = MakeIdentityBytes(row->identity);
-  KVCELL_RETURN_IF_ERROR(Query(*database_,
-                               "UPDATE sessions SET model=?,identity=?,n_tokens=?,n_blocks=?,data_bytes=?,last_used=?,"
-                               "revision=?,data_checksum=?,checksum=? WHERE id=?")
-                             .Text(row->model)
-                             .Blob(identity)
-                             .Int(row->n_tokens)
-                             .Int(row->n_blocks)
-                             .Int(row->data_bytes)
-                             .Int(row->last_used)
-                             .Int(row->revision)
-                             .Int(row->data_checksum)
-                             .Int(SessionChecksum(*row, identity))
-                             .Int(row->id)
-                             .Run());
+  std::array<std::span<const std::byte>, kDataColumns> columns = {
+      std::as_bytes(std::span(record.tokens)), std::span(record.exact), std::as_bytes(std::span(record.logits)),
+      std::as_bytes(std::span(record.extras))};
+  row->data_bytes = static_cast<int64_t>(columns[kExact].size() + columns[kLogits].size());
+  std::array<std::vector<std::byte>, kDataColumns> sealed;
+  for (size_t i = 0; cipher_ != nullptr && i < columns.size(); ++i) {
+    sealed[i] = cipher_->Seal(columns[i], About("session_data", row->id, row->revision * kDataColumns + i));
+    columns[i] = sealed[i];
+  }
+  row->data_checksum = DataChecksum(row->id, columns[kTokens], columns[kExact], columns[kLogits], columns[kExtras]);
+  KVCELL_RETURN_IF_ERROR(WriteSessionRow(*row));
+  std::array<uint64_t, kDataColumns> parts{};
+  for (size_t i = 0; i < parts.size(); ++i) parts[i] = Checksum64(columns[i]);
+  Query write_parts(*database_, "INSERT OR REPLACE INTO session_parts VALUES(?,?,?,?,?,?)");
+  write_parts.Int(row->id);
+  for (const uint64_t part : parts) write_parts.Int(part);
+  KVCELL_RETURN_IF_ERROR(write_parts.Int(PartsChecksum(row->id, row->revision, parts)).Run());
   return Query(*database_,
                "INSERT INTO session_data VALUES(?,?,?,?,?) ON CONFLICT(session) DO UPDATE SET tokens=excluded.tokens,"
                "exact=excluded.exact, logits=excluded.logits, extras=excluded.extras")
       .Int(row->id)
-      .Blob(tokens)
-      .Blob(record.exact)
-      .Blob(logits)
-      .Blob(extras)
+      .Blob(columns[kTokens])
+      .Blob(columns[kExact])
+      .Blob(columns[kLogits])
+      .Blob(columns[kExtras])
       .Run();
 }
 
 Status Index::DeleteSession(int64_t id) {
   KVCELL_RETURN_IF_ERROR(DeleteLinksFrom(id, 0));
   KVCELL_RETURN_IF_ERROR(Query(*database_, "DELETE FROM session_data WHERE session=?").Int(id).Run());
+  KVCELL_RETURN_IF_ERROR(Query(*database_, "DELETE FROM session_parts WHERE session=?").Int(id).Run());
   return Query(*database_, "DELETE FROM sessions WHERE id=?").Int(id).Run();
 }
 
@@ -505,11 +817,13 @@ Result<std::vector<std::optional<BlockRow>>> Index::ReadSessionBlocks(const Sess
     if (position < 0 || position >= row.n_blocks) continue;
     auto block = GetBlock(query, 3);
     if (!block || block->id != query.GetInt(1) ||
-        LinkChecksum(row.id, position, block->id, block->record.key) != query.GetUint(2)) {
+        LinkChecksum(row.id, position, block->id, block->stored_key) != query.GetUint(2)) {
       continue;
     }
-    const auto part = tokens.subspan(static_cast<size_t>(position) * kBlockTokens, kBlockTokens);
-    if (std::ranges::equal(block->record.tokens, part)) blocks[static_cast<size_t>(position)] = std::move(block);
+    // Where the session's own tokens are damaged, those of its blocks stand for them.
+    const auto begin = static_cast<size_t>(position) * kBlockTokens;
+    if (tokens.empty() || std::ranges::equal(block->record.tokens, tokens.subspan(begin, kBlockTokens)))
+      blocks[static_cast<size_t>(position)] = std::move(block);
   }
 }
 
@@ -531,7 +845,7 @@ Status Index::WriteLinks(int64_t session, std::span<const Link> old, std::span<c
               "block=excluded.block, checksum=excluded.checksum");
   for (size_t i = 0; i < blocks.size(); ++i) {
     const auto position = static_cast<int64_t>(i);
-    const uint64_t checksum = LinkChecksum(session, position, blocks[i].id, blocks[i].record.key);
+    const uint64_t checksum = LinkChecksum(session, position, blocks[i].id, blocks[i].stored_key);
     if (i < old.size() && old[i].block == blocks[i].id && old[i].checksum == checksum) continue;
     KVCELL_RETURN_IF_ERROR(write.Int(session).Int(position).Int(blocks[i].id).Int(checksum).Run());
   }
@@ -547,7 +861,8 @@ Status Index::DeleteLinksFrom(int64_t session, int64_t position) {
 
 Result<std::vector<BlockRow>> Index::FindBlocks(const BlockKey& key, std::vector<int64_t>* damaged) {
   Query query(*database_, "SELECT " KVCELL_BLOCK_COLUMNS " FROM blocks WHERE key=? ORDER BY id");
-  query.Blob(std::as_bytes(std::span(key)));
+  const auto stored_key = StoredKey(key);
+  query.Blob(stored_key);
   std::vector<BlockRow> rows;
   for (;;) {
     const auto more = query.Step();
@@ -568,17 +883,51 @@ Result<std::optional<BlockRow>> Index::FindBlock(int64_t id) {
   return *found ? GetBlock(query, 0) : std::nullopt;
 }
 
+// Where a session has a block, or else where the prefix tree has it.
+#define KVCELL_BLOCK_POSITION                                                     \
+  "COALESCE((SELECT position FROM session_blocks WHERE block=blocks.id LIMIT 1)," \
+  "(SELECT depth FROM prefix_nodes WHERE block=blocks.id))"
+
+Result<std::optional<std::pair<BlockRow, int64_t>>> Index::NextBlock(int64_t id) {
+  Query query(*database_, "SELECT " KVCELL_BLOCK_COLUMNS "," KVCELL_BLOCK_POSITION
+                          " FROM blocks WHERE blocks.id>? ORDER BY blocks.id");
+  query.Int(id);
+  for (;;) {
+    const auto more = query.Step();
+    if (!more) return Fail(more.error());
+    if (!*more) return std::nullopt;
+    if (query.IsNull(13)) continue;
+    if (auto row = GetBlock(query, 0)) return std::pair(std::move(*row), query.GetInt(13));
+  }
+}
+
+Result<std::optional<int64_t>> Index::BlockPosition(int64_t block) {
+  Query query(*database_, "SELECT " KVCELL_BLOCK_POSITION " FROM blocks WHERE blocks.id=?");
+  const auto found = query.Int(block).Step();
+  if (!found) return Fail(found.error());
+  if (!*found || query.IsNull(0)) return std::nullopt;
+  return query.GetInt(0) * kBlockTokens;
+}
+
 Status Index::WriteBlock(BlockRow* row) {
+  if (row->stored_key.empty()) row->stored_key = StoredKey(row->record.key);
   if (row->id == 0) {
     Query insert(*database_, "INSERT INTO blocks(key,generation,tokens,checksum) VALUES(?,0,x'',0)");
-    KVCELL_RETURN_IF_ERROR(insert.Blob(std::as_bytes(std::span(row->record.key))).Run());
+    KVCELL_RETURN_IF_ERROR(insert.Blob(row->stored_key).Run());
     row->id = sqlite3_last_insert_rowid(database_->handle());
+  }
+  std::vector<std::byte> sealed;
+  std::span<const std::byte> tokens = std::as_bytes(std::span(row->record.tokens));
+  if (cipher_ != nullptr) {
+    ByteWriter clear;
+    clear.Raw(std::as_bytes(std::span(row->record.key))).Raw(tokens);
+    sealed = cipher_->Seal(clear.bytes(), About("blocks", row->id, 0));
+    tokens = sealed;
   }
   Query update(*database_,
                "UPDATE blocks SET key=?,generation=?,tokens=?,segment0=?,offset0=?,n_blocks0=?,index0=?,segment1=?,"
                "offset1=?,n_blocks1=?,index1=?,checksum=? WHERE id=?");
-  update.Blob(std::as_bytes(std::span(row->record.key))).Int(row->record.generation);
-  update.Blob(std::as_bytes(std::span(row->record.tokens)));
+  update.Blob(row->stored_key).Int(row->record.generation).Blob(tokens);
   for (const auto& place : row->record.places) {
     if (place) {
       update.Int(place->segment).Int(place->offset).Int(int64_t{place->n_blocks}).Int(int64_t{place->index});
@@ -586,7 +935,45 @@ Status Index::WriteBlock(BlockRow* row) {
       update.Null().Null().Null().Null();
     }
   }
-  return update.Int(BlockChecksum(*row)).Int(row->id).Run();
+  return update.Int(BlockChecksum(*row, tokens)).Int(row->id).Run();
+}
+
+Result<std::vector<int64_t>> Index::CutSession(SessionRow row, int64_t n_blocks) {
+  Query query(*database_, "SELECT block FROM session_blocks WHERE session=? AND position>=?");
+  query.Int(row.id).Int(n_blocks);
+  std::vector<int64_t> blocks;
+  for (;;) {
+    const auto more = query.Step();
+    if (!more) return Fail(more.error());
+    if (!*more) break;
+    blocks.push_back(query.GetInt(0));
+  }
+  KVCELL_FAIL_IF_ERROR(DeleteLinksFrom(row.id, n_blocks));
+  row.n_blocks = n_blocks;
+  KVCELL_FAIL_IF_ERROR(WriteSessionRow(row));
+  return blocks;
+}
+
+Result<std::vector<BlockRow>> Index::BlocksInSegment(uint64_t segment) {
+  // A session's blocks lie side by side, in order: ids grow with positions, and what a session shares came first.
+  Query query(*database_, "SELECT " KVCELL_BLOCK_COLUMNS " FROM blocks WHERE segment0=?1 OR segment1=?1 ORDER BY id");
+  query.Int(segment);
+  std::vector<BlockRow> rows;
+  for (;;) {
+    const auto more = query.Step();
+    if (!more) return Fail(more.error());
+    if (!*more) return rows;
+    if (auto row = GetBlock(query, 0)) rows.push_back(std::move(*row));
+  }
+}
+
+Result<int64_t> Index::CountUsers(int64_t block) {
+  Query query(*database_,
+              "SELECT (SELECT count(*) FROM session_blocks WHERE block=?1) + "
+              "(SELECT count(*) FROM prefix_nodes WHERE block=?1 AND held<>0)");
+  const auto row = query.Int(block).Step();
+  if (!row) return Fail(row.error());
+  return *row ? query.GetInt(0) : 0;
 }
 
 Result<std::vector<ExtentKey>> Index::DeleteUnusedBlocks(std::span<const int64_t> ids) {
@@ -603,7 +990,7 @@ Result<std::vector<ExtentKey>> Index::DeleteUnusedBlocks(std::span<const int64_t
       if (!find.IsNull(0)) extents.insert({find.GetUint(0), find.GetUint(1)});
       if (!find.IsNull(2)) extents.insert({find.GetUint(2), find.GetUint(3)});
       KVCELL_FAIL_IF_ERROR(remove.Int(id).Run());
-      KVCELL_FAIL_IF_ERROR(PrefixIndex(*database_).Forget(id));
+      KVCELL_FAIL_IF_ERROR(prefixes().Forget(id));
     }
     find.Reset();
   }
@@ -701,6 +1088,15 @@ Result<int64_t> Index::SessionCellBytes(int64_t session) {
     const auto sum = bytes ? CheckedAdd(total, *bytes) : std::nullopt;
     if (sum && *sum <= kMaxOffset) total = *sum;
   }
+}
+
+Status Index::SetDurability(Durability durability) {
+  if (durability_ == durability) return OkStatus();
+  constexpr std::array<const char*, 3> kSynchronous = {"PRAGMA synchronous=OFF", "PRAGMA synchronous=NORMAL",
+                                                       "PRAGMA synchronous=FULL"};
+  KVCELL_RETURN_IF_ERROR(database_->Run(kSynchronous.at(static_cast<size_t>(durability))));
+  durability_ = durability;
+  return OkStatus();
 }
 
 Result<int64_t> Index::CountRows(const char* count_sql) {

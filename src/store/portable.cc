@@ -42,14 +42,14 @@ std::string Hex(const Digest128& digest) {
   return text;
 }
 
-tl::unexpected<Status> Damaged(const File& file, std::string_view what) {
+tl::unexpected<Status> Damaged(const ByteSource& file, std::string_view what) {
   return Fail(StatusCode::kCorruption, fmt::format("{}: {}; export the session again", file.path(), what));
 }
 
 // Sections one after the other through a buffer, with the digest of each.
 class SectionWriter {
  public:
-  explicit SectionWriter(const File& file) : file_(file) { buffer_.reserve(kBufferBytes); }
+  explicit SectionWriter(ByteSink& file) : file_(file) { buffer_.reserve(kBufferBytes); }
 
   Status Append(std::span<const std::byte> bytes) {
     digest_.Update(bytes);
@@ -82,7 +82,7 @@ class SectionWriter {
     return buffer_.size() < kBufferBytes ? OkStatus() : Flush();
   }
 
-  const File& file_;
+  ByteSink& file_;
   std::vector<std::byte> buffer_;
   uint64_t at_ = kHeaderBytes;
   uint64_t start_ = kHeaderBytes;
@@ -129,7 +129,8 @@ Status WriteCells(SectionWriter* out, const ExportedSession& session, size_t kin
 }
 
 // The manifest's sections, found to follow one another from the header to the manifest without a gap or an overlap.
-Result<std::array<ExportSection, kSectionCount>> ParseManifest(const File& file, std::string_view text, uint64_t end) {
+Result<std::array<ExportSection, kSectionCount>> ParseManifest(const ByteSource& file, std::string_view text,
+                                                               uint64_t end) {
   const auto manifest = nlohmann::json::parse(text, nullptr, /*allow_exceptions=*/false);
   const auto list = manifest.is_object() ? manifest.find("sections") : manifest.end();
   if (!manifest.is_object() || list == manifest.end() || !list->is_array() || list->size() != kSectionCount) {
@@ -170,10 +171,10 @@ Result<std::array<ExportSection, kSectionCount>> ParseManifest(const File& file,
   return sections;
 }
 
-Result<std::array<ExportSection, kSectionCount>> ReadSections(const File& file) {
-  const auto info = file.Stat();
-  if (!info) return Fail(info.error());
-  const auto file_bytes = static_cast<uint64_t>(info->st_size);
+Result<std::array<ExportSection, kSectionCount>> ReadSections(const ByteSource& file) {
+  const auto bytes_there = file.Bytes();
+  if (!bytes_there) return Fail(bytes_there.error());
+  const uint64_t file_bytes = *bytes_there;
   std::array<std::byte, kHeaderBytes> bytes{};
   const auto n = file.ReadAt(0, bytes);
   if (!n) return Fail(n.error());
@@ -208,10 +209,24 @@ Result<std::array<ExportSection, kSectionCount>> ReadSections(const File& file) 
   if (*got != manifest.size() || !std::ranges::equal(MakeHeader(manifest_offset, manifest), bytes)) {
     return Damaged(file, "the header or the manifest fails its checksum");
   }
-  return ParseManifest(file, {reinterpret_cast<const char*>(manifest.data()), manifest.size()}, manifest_offset);
+  auto sections =
+      ParseManifest(file, {reinterpret_cast<const char*>(manifest.data()), manifest.size()}, manifest_offset);
+  // No digest covers what lies between sections: it must be what every export has there.
+  for (size_t i = 0; sections && i < kSectionCount; ++i) {
+    const uint64_t end = (*sections)[i].offset + (*sections)[i].bytes;
+    std::array<std::byte, 64> padding{};
+    const auto part = std::span(padding).first(static_cast<size_t>(RoundUp(end, 64) - end));
+    const auto read = file.ReadAt(end, part);
+    if (!read) return Fail(read.error());
+    if (std::ranges::any_of(part, [](std::byte byte) { return byte != std::byte{0}; })) {
+      return Damaged(file, fmt::format("the bytes behind section '{}' are not zero", SectionName(i)));
+    }
+  }
+  return sections;
 }
 
-Result<std::vector<std::byte>> ReadSection(const File& file, const ExportSection& section, std::string_view name) {
+Result<std::vector<std::byte>> ReadSection(const ByteSource& file, const ExportSection& section,
+                                           std::string_view name) {
   std::vector<std::byte> bytes(static_cast<size_t>(section.bytes));
   const auto n = file.ReadAt(section.offset, bytes);
   if (!n) return Fail(n.error());
@@ -254,7 +269,7 @@ bool ParseBlockTable(std::span<const std::byte> table, ExportedSession* session)
 // The bytes of a cells section in file order, with its digest.
 class SectionReader {
  public:
-  SectionReader(const File& file, const ExportSection& section)
+  SectionReader(const ByteSource& file, const ExportSection& section)
       : file_(file), at_(section.offset), left_(section.bytes) {}
 
   // Null after an error or the end.
@@ -288,7 +303,7 @@ class SectionReader {
     buffered_ = buffer_;
   }
 
-  const File& file_;
+  const ByteSource& file_;
   uint64_t at_;
   uint64_t left_;
   std::vector<std::byte> buffer_;
@@ -299,7 +314,7 @@ class SectionReader {
 
 }  // namespace
 
-Status WriteExport(const File& file, const ExportedSession& session, const RunReader& read) {
+Status WriteExport(ByteSink& file, const ExportedSession& session, const RunReader& read) {
   const SessionRecord& record = session.record;
   ByteWriter names;
   names.Sized(record.name).Sized(record.model);
@@ -331,10 +346,11 @@ Status WriteExport(const File& file, const ExportedSession& session, const RunRe
   const std::string text = manifest.dump(2, ' ', false, nlohmann::json::error_handler_t::replace);
   const auto text_bytes = std::as_bytes(std::span(text));
   KVCELL_RETURN_IF_ERROR(file.WriteAt(out.position(), text_bytes));
-  return file.WriteAt(0, MakeHeader(out.position(), text_bytes));
+  KVCELL_RETURN_IF_ERROR(file.WriteAt(0, MakeHeader(out.position(), text_bytes)));
+  return file.Finish();
 }
 
-Result<ExportedSession> ReadExport(const File& file) {
+Result<ExportedSession> ReadExport(const ByteSource& file) {
   const auto sections = ReadSections(file);
   if (!sections) return Fail(sections.error());
   std::array<std::vector<std::byte>, kCells0> parts;
@@ -401,8 +417,9 @@ Status StoreImpl::Export(const std::string& name, const std::string& path) {
         const std::lock_guard lock(mutex_);
         const auto extent = ExtentOf(*place);
         if (!extent) return extent.error();
-        if (session.with_cells[kind].empty()) session.shapes[kind] = extent->shape;
-        if (!SameShape(session.shapes[kind], extent->shape)) {
+        const auto shape = segments_->Clear(extent->shape);
+        if (session.with_cells[kind].empty() && shape) session.shapes[kind] = *shape;
+        if (!shape || !SameShape(session.shapes[kind], *shape)) {
           return Status(StatusCode::kCorruption,
                         fmt::format("session '{}' can't be exported: its blocks differ in shape", name));
         }
@@ -412,9 +429,12 @@ Status StoreImpl::Export(const std::string& name, const std::string& path) {
     const std::string temporary = fmt::format("{}.{}.tmp", path, ::getpid());
     const auto file = File::Open(calls_, AT_FDCWD, temporary, O_RDWR | O_CREAT | O_EXCL, 0600, temporary);
     if (!file) return file.error();
-    Status status = WriteExport(*file, session, [&](size_t kind, uint32_t block, size_t slot, std::span<std::byte> to) {
-      return ReadRun(session.shapes[kind], *session.record.blocks[block].places[kind], slot, 1, to.data());
-    });
+    const auto sink = OpenSink(*file, options_.key);
+    Status status =
+        !sink ? sink.error()
+              : WriteExport(**sink, session, [&](size_t kind, uint32_t block, size_t slot, std::span<std::byte> to) {
+                  return ReadRun(session.shapes[kind], *session.record.blocks[block].places[kind], slot, 1, to.data());
+                });
     if (status.ok()) status = file->Sync();
     if (status.ok()) {
       const int result = calls_.RenameAt(AT_FDCWD, temporary.c_str(), path.c_str());
@@ -436,7 +456,9 @@ Result<std::string> StoreImpl::Import(const std::string& path, const std::string
   KVCELL_FAIL_IF_ERROR(CheckOutside(path));
   const auto file = File::Open(calls_, AT_FDCWD, path, O_RDONLY, 0, path);
   if (!file) return Fail(file.error());
-  auto session = ReadExport(*file);
+  const auto source = OpenSource(*file, options_.key);
+  if (!source) return Fail(source.error());
+  auto session = ReadExport(**source);
   if (!session) return Fail(session.error());
   SessionRecord& record = session->record;
   if (!as.empty()) record.name = as;
@@ -455,7 +477,7 @@ Result<std::string> StoreImpl::Import(const std::string& path, const std::string
   const auto bring_in = [&](size_t kind) -> Status {
     const auto& with_cells = session->with_cells[kind];
     if (with_cells.empty()) return OkStatus();
-    SectionReader reader(*file, session->cells[kind]);
+    SectionReader reader(**source, session->cells[kind]);
     const CellSetShape& shape = session->shapes[kind];
     const auto places =
         AppendExtent(shape, static_cast<uint32_t>(with_cells.size()),
@@ -464,7 +486,7 @@ Result<std::string> StoreImpl::Import(const std::string& path, const std::string
     if (!places) return places.error();
     for (size_t i = 0; i < with_cells.size(); ++i) record.blocks[with_cells[i]].places[kind] = (*places)[i];
     if (reader.digest() != session->cells[kind].digest) {
-      return Damaged(*file, fmt::format("section 'cells{}' fails its checksum", kind)).value();
+      return Damaged(**source, fmt::format("section 'cells{}' fails its checksum", kind)).value();
     }
     return OkStatus();
   };

@@ -8,8 +8,8 @@
 #include <vector>
 
 #include "base/checksum.h"
-#include "base/file.h"
 #include "kvcell/status.h"
+#include "store/envelope.h"
 #include "store/store.h"
 
 namespace kvcell {
@@ -30,11 +30,11 @@ struct ExportedSession {
 
 // Reads and checks everything but the cells' bytes, whose size is checked. kCorruption, kMismatch (newer, other byte
 // order).
-Result<ExportedSession> ReadExport(const File& file);
+Result<ExportedSession> ReadExport(const ByteSource& file);
 
 // Gives block `index`'s cells of a layer slot, all heads.
 using RunReader = std::function<Status(size_t kind, uint32_t block, size_t layer_slot, std::span<std::byte> to)>;
 // Writes the whole file at the start of an empty one.
-Status WriteExport(const File& file, const ExportedSession& session, const RunReader& read);
+Status WriteExport(ByteSink& file, const ExportedSession& session, const RunReader& read);
 
 }  // namespace kvcell

@@ -7,23 +7,22 @@
 #include "store/index.h"
 
 namespace kvcell {
-namespace {
 
-// Added to a store by the first program that knows them; one that does not leaves them alone, and what they then say of
-// blocks that are gone is never found again, since ids of blocks are not used twice.
-constexpr const char* kSchema = R"(
-  CREATE TABLE IF NOT EXISTS prefix_spaces(id INTEGER PRIMARY KEY AUTOINCREMENT, identity BLOB NOT NULL UNIQUE,
+const char* const kPrefixSchema = R"(
+  CREATE TABLE prefix_spaces(id INTEGER PRIMARY KEY AUTOINCREMENT, identity BLOB NOT NULL UNIQUE,
     model TEXT NOT NULL, checksum INTEGER NOT NULL);
-  CREATE TABLE IF NOT EXISTS prefix_nodes(block INTEGER PRIMARY KEY, space INTEGER NOT NULL, parent INTEGER NOT NULL,
+  CREATE TABLE prefix_nodes(block INTEGER PRIMARY KEY, space INTEGER NOT NULL, parent INTEGER NOT NULL,
     depth INTEGER NOT NULL, held INTEGER NOT NULL, pinned INTEGER NOT NULL, content INTEGER NOT NULL,
     last_used INTEGER NOT NULL, checksum INTEGER NOT NULL);
-  CREATE INDEX IF NOT EXISTS prefix_nodes_by_parent ON prefix_nodes(parent, space);
-  CREATE INDEX IF NOT EXISTS prefix_nodes_by_content ON prefix_nodes(content) WHERE parent=0;
-  CREATE INDEX IF NOT EXISTS prefix_nodes_by_use ON prefix_nodes(last_used, block) WHERE held<>0;
-  CREATE TABLE IF NOT EXISTS prefix_bytes(block INTEGER NOT NULL, kind INTEGER NOT NULL, bytes BLOB NOT NULL,
+  CREATE INDEX prefix_nodes_by_parent ON prefix_nodes(parent, space);
+  CREATE INDEX prefix_nodes_by_content ON prefix_nodes(content) WHERE parent=0;
+  CREATE INDEX prefix_nodes_by_use ON prefix_nodes(last_used, block) WHERE held<>0;
+  CREATE TABLE prefix_bytes(block INTEGER NOT NULL, kind INTEGER NOT NULL, bytes BLOB NOT NULL,
     checksum INTEGER NOT NULL, PRIMARY KEY(block, kind)) WITHOUT ROWID;
-  CREATE TABLE IF NOT EXISTS prefix_evicted(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE);
+  CREATE TABLE prefix_evicted(id INTEGER PRIMARY KEY AUTOINCREMENT, key BLOB NOT NULL UNIQUE);
 )";
+
+namespace {
 
 // As many evictions as are remembered.
 constexpr int64_t kEvictedKept = 4096;
@@ -42,7 +41,7 @@ uint64_t NodeChecksum(const PrefixRow& node) {
   return TableChecksum("prefix_nodes", std::move(out));
 }
 
-uint64_t SpaceChecksum(int64_t id, std::span<const std::byte> identity, std::string_view model) {
+uint64_t SpaceChecksum(int64_t id, std::span<const std::byte> identity, std::span<const std::byte> model) {
   ByteWriter out;
   out.Put(id).Sized(identity).Sized(model);
   return TableChecksum("prefix_spaces", std::move(out));
@@ -82,14 +81,36 @@ Result<std::vector<int64_t>> Ids(Query* query) {
 
 }  // namespace
 
+SealedFor PrefixIndex::About(std::string_view table, int64_t row, uint64_t column) const {
+  SealedFor about;
+  about.Raw(std::as_bytes(std::span(store_id_))).Sized(table).Put(row).Put(column);
+  return about;
+}
+
+std::vector<std::byte> PrefixIndex::FoundBy(std::span<const std::byte> identity) const {
+  if (cipher_ == nullptr) return {identity.begin(), identity.end()};
+  ByteWriter named;
+  named.Sized("prefix identity").Raw(identity);
+  const auto name = cipher_->Name(named.bytes());
+  const auto bytes = std::as_bytes(std::span(name));
+  return {bytes.begin(), bytes.end()};
+}
+
+uint64_t PrefixIndex::ContentOf(std::span<const Token> first_block) const {
+  const auto bytes = std::as_bytes(first_block);
+  if (cipher_ == nullptr) return Address64(bytes);
+  ByteWriter named;
+  named.Sized("prefix content").Raw(bytes);
+  const auto name = cipher_->Name(named.bytes());
+  uint64_t content = 0;
+  std::memcpy(&content, name.data(), sizeof(content));
+  return content;
+}
+
 Status PrefixIndex::Found() {
   const auto there = IsThere();
   if (!there) return there.error();
-  if (*there) return OkStatus();
-  Transaction transaction(database_);
-  KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
-  KVCELL_RETURN_IF_ERROR(database_.Run(kSchema));
-  return transaction.Commit();
+  return *there ? OkStatus() : database_.Run(kPrefixSchema);
 }
 
 Result<bool> PrefixIndex::IsThere() {
@@ -97,11 +118,11 @@ Result<bool> PrefixIndex::IsThere() {
 }
 
 Result<std::optional<int64_t>> PrefixIndex::FindSpace(const Identity& identity) {
-  const auto bytes = MakeIdentityBytes(identity);
+  const auto found_by = FoundBy(MakeIdentityBytes(identity));
   Query query(database_, "SELECT id, model, checksum FROM prefix_spaces WHERE identity=?");
-  const auto found = query.Blob(bytes).Step();
+  const auto found = query.Blob(found_by).Step();
   if (!found) return Fail(found.error());
-  if (!*found || SpaceChecksum(query.GetInt(0), bytes, query.GetText(1)) != query.GetUint(2)) return std::nullopt;
+  if (!*found || SpaceChecksum(query.GetInt(0), found_by, query.GetBlob(1)) != query.GetUint(2)) return std::nullopt;
   return query.GetInt(0);
 }
 
@@ -110,17 +131,28 @@ Result<int64_t> PrefixIndex::MakeSpace(const Identity& identity, const std::stri
   if (!found) return Fail(found.error());
   if (*found) return **found;
   const auto bytes = MakeIdentityBytes(identity);
+  const auto found_by = FoundBy(bytes);
   // A damaged row of the same identity is replaced: what stood under it can't be trusted.
-  KVCELL_FAIL_IF_ERROR(Query(database_, "DELETE FROM prefix_spaces WHERE identity=?").Blob(bytes).Run());
-  KVCELL_FAIL_IF_ERROR(Query(database_, "INSERT INTO prefix_spaces(identity,model,checksum) VALUES(?,?,0)")
-                           .Blob(bytes)
-                           .Text(model)
-                           .Run());
+  KVCELL_FAIL_IF_ERROR(Query(database_, "DELETE FROM prefix_spaces WHERE identity=?").Blob(found_by).Run());
+  KVCELL_FAIL_IF_ERROR(
+      Query(database_, "INSERT INTO prefix_spaces(identity,model,checksum) VALUES(?,'',0)").Blob(found_by).Run());
   const int64_t id = sqlite3_last_insert_rowid(database_.handle());
-  KVCELL_FAIL_IF_ERROR(Query(database_, "UPDATE prefix_spaces SET checksum=? WHERE id=?")
-                           .Int(SpaceChecksum(id, bytes, model))
-                           .Int(id)
-                           .Run());
+  // Sealed, the identity stands beside the model: both are only read back, never searched for.
+  const auto model_bytes = std::as_bytes(std::span(model));
+  std::vector<std::byte> sealed;
+  if (cipher_ != nullptr) {
+    ByteWriter clear;
+    clear.Sized(bytes).Sized(model);
+    sealed = cipher_->Seal(clear.bytes(), About("prefix_spaces", id, 0));
+  }
+  Query update(database_, "UPDATE prefix_spaces SET model=?, checksum=? WHERE id=?");
+  if (cipher_ == nullptr) {
+    update.Text(model);
+  } else {
+    update.Blob(sealed);
+  }
+  KVCELL_FAIL_IF_ERROR(
+      update.Int(SpaceChecksum(id, found_by, cipher_ == nullptr ? model_bytes : sealed)).Int(id).Run());
   return id;
 }
 
@@ -128,10 +160,26 @@ Result<std::optional<PrefixIndex::Space>> PrefixIndex::ReadSpace(int64_t space) 
   Query query(database_, "SELECT identity, model, checksum FROM prefix_spaces WHERE id=?");
   const auto found = query.Int(space).Step();
   if (!found) return Fail(found.error());
-  if (!*found || SpaceChecksum(space, query.GetBlob(0), query.GetText(1)) != query.GetUint(2)) return std::nullopt;
-  auto identity = ParseIdentityBytes(query.GetBlob(0));
+  if (!*found) return std::nullopt;
+  const auto model = query.GetBlob(1);
+  const std::vector<std::byte> stored_model(model.begin(), model.end());
+  const auto found_by = query.GetBlob(0);
+  if (SpaceChecksum(space, found_by, stored_model) != query.GetUint(2)) return std::nullopt;
+  std::optional<Identity> identity;
+  std::string name;
+  if (cipher_ != nullptr) {
+    const auto clear = cipher_->Unseal(stored_model, About("prefix_spaces", space, 0));
+    if (!clear) return std::nullopt;
+    ByteReader in(*clear);
+    identity = ParseIdentityBytes(in.Sized());
+    name = in.Text();
+    if (!in.at_end()) return std::nullopt;
+  } else {
+    identity = ParseIdentityBytes(found_by);
+    name.assign(reinterpret_cast<const char*>(stored_model.data()), stored_model.size());
+  }
   if (!identity) return std::nullopt;
-  return Space{*std::move(identity), query.GetText(1)};
+  return Space{*std::move(identity), std::move(name)};
 }
 
 Result<std::optional<PrefixRow>> PrefixIndex::Find(int64_t block) {
@@ -202,13 +250,20 @@ Result<int64_t> PrefixIndex::CountSessions(int64_t block) {
   return *row ? query.GetInt(0) : 0;
 }
 
-Result<std::vector<int64_t>> PrefixIndex::Evictable(int most) {
+Result<std::vector<int64_t>> PrefixIndex::Evictable(int64_t before, int64_t most) {
   Query query(database_,
-              "SELECT block FROM prefix_nodes AS node WHERE held<>0 AND pinned=0 AND NOT EXISTS("
+              "SELECT block FROM prefix_nodes AS node WHERE held<>0 AND pinned=0 AND last_used<=? AND NOT EXISTS("
               "SELECT 1 FROM prefix_nodes WHERE parent=node.block AND space=node.space AND held<>0) "
               "ORDER BY last_used, block DESC LIMIT ?");
-  query.Int(int64_t{most});
+  query.Int(before).Int(most);
   return Ids(&query);
+}
+
+Result<int64_t> PrefixIndex::CountHeldChildren(int64_t parent) {
+  Query query(database_, "SELECT count(*) FROM prefix_nodes WHERE parent=? AND held<>0");
+  const auto row = query.Int(parent).Step();
+  if (!row) return Fail(row.error());
+  return *row ? query.GetInt(0) : 0;
 }
 
 Status PrefixIndex::Forget(int64_t block) {
@@ -223,17 +278,26 @@ Result<std::optional<std::vector<std::byte>>> PrefixIndex::ReadBytes(int64_t blo
   if (!*found) return std::nullopt;
   const auto bytes = query.GetBlob(0);
   if (BytesChecksum(block, kind, bytes) != query.GetUint(1)) return std::nullopt;
+  if (cipher_ != nullptr) return cipher_->Unseal(bytes, About("prefix_bytes", block, static_cast<uint64_t>(kind)));
   return std::vector<std::byte>(bytes.begin(), bytes.end());
 }
 
 Result<bool> PrefixIndex::CheckBytes(int64_t block, PrefixBytes kind) {
-  Query query(database_, "SELECT bytes, checksum FROM prefix_bytes WHERE block=? AND kind=?");
+  Query query(database_, "SELECT 1 FROM prefix_bytes WHERE block=? AND kind=?");
   const auto found = query.Int(block).Int(static_cast<int64_t>(kind)).Step();
   if (!found) return Fail(found.error());
-  return !*found || BytesChecksum(block, kind, query.GetBlob(0)) == query.GetUint(1);
+  if (!*found) return true;
+  const auto bytes = ReadBytes(block, kind);
+  if (!bytes) return Fail(bytes.error());
+  return bytes->has_value();
 }
 
 Status PrefixIndex::WriteBytes(int64_t block, PrefixBytes kind, std::span<const std::byte> bytes) {
+  std::vector<std::byte> sealed;
+  if (cipher_ != nullptr) {
+    sealed = cipher_->Seal(bytes, About("prefix_bytes", block, static_cast<uint64_t>(kind)));
+    bytes = sealed;
+  }
   return Query(database_, "INSERT OR REPLACE INTO prefix_bytes(block,kind,bytes,checksum) VALUES(?,?,?,?)")
       .Int(block)
       .Int(static_cast<int64_t>(kind))
@@ -242,20 +306,19 @@ Status PrefixIndex::WriteBytes(int64_t block, PrefixBytes kind, std::span<const 
       .Run();
 }
 
-Status PrefixIndex::NoteEvicted(const BlockKey& key) {
-  KVCELL_RETURN_IF_ERROR(Query(database_, "INSERT OR REPLACE INTO prefix_evicted(key) VALUES(?)")
-                             .Blob(std::as_bytes(std::span(key)))
-                             .Run());
+Status PrefixIndex::NoteEvicted(std::span<const std::byte> stored_key) {
+  KVCELL_RETURN_IF_ERROR(
+      Query(database_, "INSERT OR REPLACE INTO prefix_evicted(key) VALUES(?)").Blob(stored_key).Run());
   const int64_t last = sqlite3_last_insert_rowid(database_.handle());
   return Query(database_, "DELETE FROM prefix_evicted WHERE id<=?").Int(last - kEvictedKept).Run();
 }
 
-Status PrefixIndex::ForgetEvicted(const BlockKey& key) {
-  return Query(database_, "DELETE FROM prefix_evicted WHERE key=?").Blob(std::as_bytes(std::span(key))).Run();
+Status PrefixIndex::ForgetEvicted(std::span<const std::byte> stored_key) {
+  return Query(database_, "DELETE FROM prefix_evicted WHERE key=?").Blob(stored_key).Run();
 }
 
-Result<bool> PrefixIndex::WasEvicted(const BlockKey& key) {
-  return Query(database_, "SELECT 1 FROM prefix_evicted WHERE key=?").Blob(std::as_bytes(std::span(key))).Step();
+Result<bool> PrefixIndex::WasEvicted(std::span<const std::byte> stored_key) {
+  return Query(database_, "SELECT 1 FROM prefix_evicted WHERE key=?").Blob(stored_key).Step();
 }
 
 }  // namespace kvcell

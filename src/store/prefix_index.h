@@ -1,5 +1,6 @@
 // Rows of the store's prefix tree, beside the index's own: which stored block follows which, for whom, and which are
-// kept in their own right. One class method per statement; every row that comes back has passed its checksum.
+// kept in their own right. One class method per statement; every row that comes back has passed its checksum. Where the
+// store is encrypted, identities, models and exact cells are sealed, and what is searched for are keyed digests.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +10,7 @@
 #include <vector>
 
 #include "kvcell/status.h"
+#include "store/cipher.h"
 #include "store/sqlite.h"
 #include "store/store.h"
 
@@ -31,15 +33,22 @@ struct PrefixRow {
 
 enum class PrefixBytes : uint8_t { kSinks = 0, kReplicas = 1 };
 
-// Thread-compatible; methods run inside the caller's transaction.
+// The statements that make the tables, part of the index's format from 2 on.
+extern const char* const kPrefixSchema;
+
+// Thread-compatible; methods run inside the caller's transaction. Made by Index::prefixes.
 class PrefixIndex {
  public:
-  explicit PrefixIndex(Database& database) : database_(database) {}
+  // `cipher` may be null: the store is not encrypted.
+  PrefixIndex(Database& database, const StoreId& store_id, const Cipher* cipher)
+      : database_(database), store_id_(store_id), cipher_(cipher) {}
 
-  // Makes the tables where they are missing; a transaction of its own.
+  // Makes the tables where they are missing.
   Status Found();
-  // False in a store that no program of this age has opened for writing.
+  // False in a store of format 1 that is open for inspection only.
   Result<bool> IsThere();
+  // What a chain's beginning is found by under other identities.
+  uint64_t ContentOf(std::span<const Token> first_block) const;
 
   // The number of an identity; nothing where nobody stored anything under it.
   Result<std::optional<int64_t>> FindSpace(const Identity& identity);
@@ -61,8 +70,10 @@ class PrefixIndex {
   Result<std::vector<PrefixRow>> Roots(uint64_t content, int most);
   Status Touch(std::span<const int64_t> blocks, int64_t now);
   Result<int64_t> CountSessions(int64_t block);
-  // Held blocks without held children, not pinned, the longest unused first.
-  Result<std::vector<int64_t>> Evictable(int most);
+  // Held blocks without held children, not pinned, the longest unused first; of those last used at `before` or earlier.
+  Result<std::vector<int64_t>> Evictable(int64_t before, int64_t most);
+  // Blocks that follow `parent` and are kept in their own right.
+  Result<int64_t> CountHeldChildren(int64_t parent);
   // Of a block that is deleted.
   Status Forget(int64_t block);
 
@@ -71,13 +82,19 @@ class PrefixIndex {
   Result<bool> CheckBytes(int64_t block, PrefixBytes kind);
   Status WriteBytes(int64_t block, PrefixBytes kind, std::span<const std::byte> bytes);
 
-  // Remembers for a while that a block has been given up for space.
-  Status NoteEvicted(const BlockKey& key);
-  Status ForgetEvicted(const BlockKey& key);
-  Result<bool> WasEvicted(const BlockKey& key);
+  // Remembers for a while that a block has been given up for space, by the key that its row was found by.
+  Status NoteEvicted(std::span<const std::byte> stored_key);
+  Status ForgetEvicted(std::span<const std::byte> stored_key);
+  Result<bool> WasEvicted(std::span<const std::byte> stored_key);
 
  private:
+  SealedFor About(std::string_view table, int64_t row, uint64_t column) const;
+  // The column that an identity is found by: itself, or a keyed digest of it.
+  std::vector<std::byte> FoundBy(std::span<const std::byte> identity) const;
+
   Database& database_;
+  const StoreId& store_id_;
+  const Cipher* cipher_;
 };
 
 }  // namespace kvcell

@@ -35,7 +35,10 @@ Status CheckMagic(uint64_t magic, uint64_t expected, const std::string& path, ui
 
 std::vector<std::byte> MakeSegmentHeader(const SegmentHeader& header) {
   ByteWriter out;
-  out.Put(kSegmentMagic).Put(kSegmentVersion).Put(kByteOrderMark).Raw(std::as_bytes(std::span(header.store)));
+  out.Put(kSegmentMagic)
+      .Put(header.sealed ? kSealedSegmentVersion : kSegmentVersion)
+      .Put(kByteOrderMark)
+      .Raw(std::as_bytes(std::span(header.store)));
   out.Put(header.segment).Put(header.created).Put(uint64_t{0});
   out.Put(Checksum64(out.bytes()));
   return std::move(out.bytes());
@@ -58,12 +61,12 @@ Result<SegmentHeader> ParseSegmentHeader(std::span<const std::byte> bytes, const
   if (order == __builtin_bswap32(kByteOrderMark)) {
     return Fail(StatusCode::kMismatch, fmt::format("{} has the wrong byte order: it can't be read here", path));
   }
-  if (version != kSegmentVersion) {
+  if (version != kSegmentVersion && version != kSealedSegmentVersion) {
     return Fail(StatusCode::kMismatch,
-                fmt::format("{} has segment format {}, this program reads {}: use the program that "
-                            "wrote it",
-                            path, version, kSegmentVersion));
+                fmt::format("{} has segment format {}, this program reads {} and {}: use the program that wrote it",
+                            path, version, kSegmentVersion, kSealedSegmentVersion));
   }
+  header.sealed = version == kSealedSegmentVersion;
   if (checksum != Checksum64(bytes.first(kSegmentHeaderBytes - sizeof(uint64_t))) || order != kByteOrderMark ||
       reserved != 0) {
     return Damaged(path, 0, "the segment header fails its checksum");

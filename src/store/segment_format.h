@@ -19,6 +19,7 @@ namespace kvcell {
 using StoreId = std::array<uint8_t, 16>;
 
 inline constexpr uint32_t kSegmentVersion = 1;
+inline constexpr uint32_t kSealedSegmentVersion = 2;  // the same, its cells sealed
 inline constexpr uint32_t kByteOrderMark = 0x01020304;
 inline constexpr uint64_t kSegmentMagic = 0x544e454d47455356;  // "VSEGMENT"
 inline constexpr uint64_t kExtentMagic = 0x544e455458455356;   // "VSEXTENT"
@@ -31,6 +32,7 @@ struct SegmentHeader {
   StoreId store{};
   uint64_t segment = 0;
   int64_t created = 0;  // unix seconds
+  bool sealed = false;  // its cells are encrypted
 };
 std::vector<std::byte> MakeSegmentHeader(const SegmentHeader& header);
 // kCorruption (magic, checksum), kMismatch (a newer version, other byte order). `path` names the file in messages.

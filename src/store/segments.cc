@@ -34,6 +34,33 @@ Status Missing(const std::string& path, uint64_t offset, std::string_view what) 
 
 }  // namespace
 
+CellSetShape Segments::Stored(CellSetShape shape) const {
+  if (options_.cipher != nullptr) {
+    for (auto& layer : shape.layers) layer.cell_bytes += kCellSealBytes;
+  }
+  return shape;
+}
+
+std::optional<CellSetShape> Segments::Clear(CellSetShape stored) const {
+  if (options_.cipher == nullptr) return stored;
+  for (auto& layer : stored.layers) {
+    if (layer.cell_bytes <= kCellSealBytes) return std::nullopt;
+    layer.cell_bytes -= kCellSealBytes;
+  }
+  return stored;
+}
+
+SealedFor Segments::About(uint64_t segment, uint64_t offset) const {
+  SealedFor about;
+  about.Raw(std::as_bytes(std::span(options_.store))).Put(segment).Put(offset);
+  return about;
+}
+
+void Segments::StartSegment() {
+  const std::lock_guard lock(append_mutex_);
+  start_segment_ = true;
+}
+
 Result<Segments::Owned> Segments::Create() const {
   for (int attempt = 0; attempt < kCreateAttempts; ++attempt) {
     Owned owned;
@@ -52,7 +79,7 @@ Result<Segments::Owned> Segments::Create() const {
     const auto info = file->Stat();
     if (!locked || !info) return Fail(locked ? info.error() : locked.error());
     if (!*locked || info->st_nlink == 0) continue;
-    const auto header = MakeSegmentHeader({options_.store, owned.segment, UnixSeconds()});
+    const auto header = MakeSegmentHeader({options_.store, owned.segment, UnixSeconds(), options_.cipher != nullptr});
     Status status = file->Allocate(0, kPageBytes);
     if (status.ok()) status = file->WriteAt(0, header);
     if (status.ok() && options_.sync) status = file->Sync();
@@ -63,6 +90,7 @@ Result<Segments::Owned> Segments::Create() const {
     }
     owned.file = std::move(*file);
     owned.tail = kPageBytes;
+    owned.unnamed = !options_.sync;
     return owned;
   }
   return Fail(StatusCode::kIoError,
@@ -76,20 +104,22 @@ Result<std::optional<Segments::Owned>> Segments::Adopt(uint64_t bytes) {
   std::ranges::sort(*segments, std::greater<>());
   for (const uint64_t segment : *segments) {
     const bool mine = std::ranges::any_of(owned_, [&](const Owned& owned) { return owned.segment == segment; });
-    if (mine) continue;
+    if (mine || cut_off_.contains(segment)) continue;
     auto file = TryOwn(segment);
     if (!file || !*file || !OpenForRead(segment)) continue;  // unreadable ones are for Verify to name
     const auto info = (*file)->Stat();
     if (!info || info->st_size < 0) continue;
     const uint64_t tail = RoundUp(static_cast<uint64_t>(info->st_size), kPageBytes);
     if (tail > options_.segment_bytes || bytes > options_.segment_bytes - tail) continue;
-    return Owned{segment, std::move(**file), std::max(tail, kPageBytes), true};
+    return Owned{segment, std::move(**file), std::max(tail, kPageBytes), true, true};
   }
   return std::nullopt;
 }
 
 Status Segments::FindRoom(uint64_t bytes) {
-  if (!owned_.empty()) {
+  if (start_segment_) {
+    start_segment_ = false;
+  } else if (!owned_.empty()) {
     Owned& last = owned_.back();
     const auto info = last.file.Stat();
     if (!info) return info.error();
@@ -112,8 +142,9 @@ Status Segments::FindRoom(uint64_t bytes) {
 }
 
 // Cells first and the header last: a header stands only before an extent that was written whole.
-Status Segments::WriteExtent(const File& file, const ExtentHeader& header, uint64_t block_bytes,
+Status Segments::WriteExtent(const Owned& owned, const ExtentHeader& header, uint64_t block_bytes,
                              const CellSource& cell) {
+  const File& file = owned.file;
   const auto header_bytes = MakeExtentHeader(header);
   const uint64_t begin = header.cells_offset - header_bytes.size();
   KVCELL_RETURN_IF_ERROR(file.Allocate(begin, header_bytes.size() + block_bytes * header.n_blocks));
@@ -133,7 +164,14 @@ Status Segments::WriteExtent(const File& file, const ExtentHeader& header, uint6
         const std::byte* bytes = cell(slot, block, head);
         if (bytes == nullptr) return Status(StatusCode::kCancelled, fmt::format("writing {} was stopped", file.path()));
         if (staging_.size() + layer.cell_bytes > kStagingBytes) KVCELL_RETURN_IF_ERROR(flush());
-        staging_.insert(staging_.end(), bytes, bytes + layer.cell_bytes);
+        if (options_.cipher == nullptr) {
+          staging_.insert(staging_.end(), bytes, bytes + layer.cell_bytes);
+        } else {
+          const size_t begin_in_staging = staging_.size();
+          staging_.resize(begin_in_staging + layer.cell_bytes);
+          options_.cipher->SealCell(std::span(bytes, layer.cell_bytes - kCellSealBytes),
+                                    About(owned.segment, at + begin_in_staging), staging_.data() + begin_in_staging);
+        }
       }
     }
   }
@@ -155,7 +193,7 @@ Result<std::vector<BlockPlace>> Segments::Append(const CellSetShape& shape, uint
   Owned& owned = owned_.back();
   ExtentHeader header{shape, n_blocks, owned.tail + header_bytes, generation};
   BlockPlace place{owned.segment, header.cells_offset, n_blocks, 0};
-  Status status = WriteExtent(owned.file, header, *block_bytes, cell);
+  Status status = WriteExtent(owned, header, *block_bytes, cell);
   std::shared_ptr<File> reader;
   if (status.ok()) {
     if (auto opened = OpenForRead(owned.segment)) {
@@ -201,9 +239,13 @@ void Segments::MarkCommitted(std::span<const ExtentKey> keys) {
 Status Segments::SyncAppended() {
   const std::lock_guard lock(append_mutex_);
   for (Owned& owned : owned_) {
-    if (!owned.dirty) continue;
-    KVCELL_RETURN_IF_ERROR(owned.file.SyncData());
-    owned.dirty = false;
+    if (owned.unnamed) {
+      KVCELL_RETURN_IF_ERROR(owned.file.Sync());
+      KVCELL_RETURN_IF_ERROR(directory_.Sync());
+    } else if (owned.dirty) {
+      KVCELL_RETURN_IF_ERROR(owned.file.SyncData());
+    }
+    owned.unnamed = owned.dirty = false;
   }
   return OkStatus();
 }
@@ -223,7 +265,7 @@ Result<std::shared_ptr<File>> Segments::OpenForRead(uint64_t segment) {
   if (!n) return Fail(n.error());
   const auto header = ParseSegmentHeader(std::span(bytes).first(*n), file->path());
   if (!header) return Fail(header.error());
-  if (header->store != options_.store || header->segment != segment) {
+  if (header->store != options_.store || header->segment != segment || header->sealed != (options_.cipher != nullptr)) {
     return Fail(Missing(file->path(), 0, "the file belongs to another store or segment"));
   }
   const std::unique_lock lock(files_mutex_);
@@ -236,6 +278,21 @@ Status Segments::Read(uint64_t segment, uint64_t offset, std::span<std::byte> to
   const auto n = (*file)->ReadAt(offset, to);
   if (!n) return n.error();
   return *n == to.size() ? OkStatus() : Missing((*file)->path(), offset + *n, "the segment file ends too early");
+}
+
+Status Segments::ReadCells(uint64_t segment, uint64_t offset, uint32_t stored_bytes, std::span<std::byte> to) {
+  if (options_.cipher == nullptr) return Read(segment, offset, to);
+  const size_t clear_bytes = stored_bytes - kCellSealBytes;
+  std::vector<std::byte> sealed(to.size() / clear_bytes * stored_bytes);
+  KVCELL_RETURN_IF_ERROR(Read(segment, offset, sealed));
+  for (size_t i = 0; i * stored_bytes < sealed.size(); ++i) {
+    const uint64_t at = offset + i * stored_bytes;
+    if (!options_.cipher->UnsealCell(std::span(sealed).subspan(i * stored_bytes, stored_bytes), About(segment, at),
+                                     to.data() + i * clear_bytes)) {
+      return Missing(PathOf(segment), at, "the encrypted cell was changed");
+    }
+  }
+  return OkStatus();
 }
 
 Result<uint64_t> Segments::FileBytes(uint64_t segment) {
@@ -291,7 +348,7 @@ void Segments::DropAppended(const ExtentKey& key, const Appended& appended) {
     if (owned.tail == key.offset + bytes && owned.file.Truncate(begin).ok()) {
       owned.tail = begin;
     } else {
-      (void)owned.file.PunchHole(begin, key.offset + bytes - begin);  // else the next one to open the store does it
+      (void)FreeSpace(owned.file, {begin, key.offset + bytes});  // else the next one to open the store does it
     }
   }
 }
@@ -329,11 +386,14 @@ Result<std::vector<uint32_t>> Segments::Free(const ExtentKey& key, const CellSet
     for (const auto& range : ranges) KVCELL_FAIL_IF_ERROR(file->WriteZeros(range.begin, range.end - range.begin));
     KVCELL_FAIL_IF_ERROR(file->SyncData());
   }
-  for (const auto& range : ranges) {
-    const Status status = file->PunchHole(range.begin, range.end - range.begin);
-    if (!status.ok() && status.code() != StatusCode::kUnsupported) return Fail(status);
-  }
+  for (const auto& range : ranges) KVCELL_FAIL_IF_ERROR(FreeSpace(*file, range));
   return freed;
+}
+
+// Freed bytes read as zeros, also where the file system can't take the space back: nobody finds what was there.
+Status Segments::FreeSpace(const File& file, const ExtentRange& range) const {
+  const Status status = file.PunchHole(range.begin, range.end - range.begin);
+  return status.code() == StatusCode::kUnsupported ? file.WriteZeros(range.begin, range.end - range.begin) : status;
 }
 
 Result<bool> Segments::CanFree(const ExtentKey& key, const std::vector<uint32_t>& indexes) const {
@@ -379,11 +439,14 @@ Result<std::optional<File>> Segments::TryOwn(uint64_t segment) const {
     return std::optional<File>(std::move(*file));  // its owner ended before the header was written
   }
   const auto header = ParseSegmentHeader(std::span(bytes).first(*n), file->path());
-  if (!header || header->store != options_.store || header->segment != segment) return std::nullopt;
+  const bool sealed = options_.cipher != nullptr;
+  if (!header || header->store != options_.store || header->segment != segment || header->sealed != sealed) {
+    return std::nullopt;
+  }
   return std::optional<File>(std::move(*file));
 }
 
-Status Segments::Reclaim(const File& owned, uint64_t segment, std::span<const ExtentRange> committed) const {
+Status Segments::Reclaim(const File& owned, uint64_t segment, std::span<const ExtentRange> committed) {
   if (committed.empty()) {
     const int result = calls_.UnlinkAt(directory_.fd(), SegmentName(segment).c_str());
     return result < 0 && result != -ENOENT ? ErrnoStatus(-result, "remove", owned.path()) : OkStatus();
@@ -392,11 +455,14 @@ Status Segments::Reclaim(const File& owned, uint64_t segment, std::span<const Ex
   if (!info) return info.error();
   const uint64_t end = std::ranges::max(committed, {}, &ExtentRange::end).end;
   if (static_cast<uint64_t>(info->st_size) > end) KVCELL_RETURN_IF_ERROR(owned.Truncate(end));
+  if (static_cast<uint64_t>(info->st_size) < end) {
+    const std::lock_guard lock(append_mutex_);
+    cut_off_.insert(segment);
+  }
   uint64_t at = kPageBytes;
   for (const auto& range : committed) {
     if (range.begin > at && range.begin - at >= kPageBytes) {
-      const Status status = owned.PunchHole(at, range.begin - at);
-      if (!status.ok() && status.code() != StatusCode::kUnsupported) return status;
+      KVCELL_RETURN_IF_ERROR(FreeSpace(owned, {at, range.begin}));
     }
     at = std::max(at, range.end);
   }

@@ -15,6 +15,7 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <shared_mutex>
 #include <span>
 #include <string>
@@ -23,6 +24,7 @@
 
 #include "base/file.h"
 #include "kvcell/status.h"
+#include "store/cipher.h"
 #include "store/segment_format.h"
 #include "store/store.h"
 
@@ -51,7 +53,8 @@ class Segments {
   struct Options {
     StoreId store{};
     uint64_t segment_bytes = 0;
-    bool sync = false;  // a new file's name is synced before the file is used
+    bool sync = false;               // a new file's name is synced before the file is used
+    const Cipher* cipher = nullptr;  // of an encrypted store; outlives this object
   };
   // An extent that this process appended and nobody committed yet.
   struct Appended {
@@ -62,7 +65,12 @@ class Segments {
   Segments(SystemCalls& calls, File directory, Options options)
       : calls_(calls), directory_(std::move(directory)), options_(options) {}
 
-  // Appends an extent to this process's segment and holds all its blocks. Nothing is left of a failed one.
+  // A shape as it lies in the file, and back: sealed cells are longer. Nothing where they are too short to be sealed.
+  CellSetShape Stored(CellSetShape shape) const;
+  std::optional<CellSetShape> Clear(CellSetShape stored) const;
+
+  // Appends an extent to this process's segment and holds all its blocks. Nothing is left of a failed one. `shape` is
+  // as stored; `cell` gives the cells in the clear.
   Result<std::vector<BlockPlace>> Append(const CellSetShape& shape, uint32_t n_blocks, uint64_t generation,
                                          const CellSource& cell);
   std::optional<Appended> FindAppended(const ExtentKey& key) const;
@@ -71,6 +79,12 @@ class Segments {
   // Makes what was appended survive power loss.
   Status SyncAppended();
 
+  // The next extent goes to a new segment.
+  void StartSegment();
+
+  // Cells that lie side by side, each of `stored_bytes` in the file, in the clear. kCorruption as Read, or where one
+  // doesn't open.
+  Status ReadCells(uint64_t segment, uint64_t offset, uint32_t stored_bytes, std::span<std::byte> to);
   // kCorruption where the file is missing, foreign or ends too early.
   Status Read(uint64_t segment, uint64_t offset, std::span<std::byte> to);
   Result<uint64_t> FileBytes(uint64_t segment);
@@ -96,7 +110,7 @@ class Segments {
   // Becomes the owner of a segment that nobody owns; nothing where someone does or it isn't this store's.
   Result<std::optional<File>> TryOwn(uint64_t segment) const;
   // The owner gives back what no committed extent (in order of offset) takes; the file itself where there is none.
-  Status Reclaim(const File& owned, uint64_t segment, std::span<const ExtentRange> committed) const;
+  Status Reclaim(const File& owned, uint64_t segment, std::span<const ExtentRange> committed);
   // The segments that this process owns. It gives them up, after which anyone may reclaim them.
   std::vector<std::pair<uint64_t, File>> TakeOwned();
 
@@ -104,23 +118,28 @@ class Segments {
   struct Owned {
     uint64_t segment = 0;
     File file;
-    uint64_t tail = 0;  // where the next extent may start
-    bool dirty = false;
+    uint64_t tail = 0;     // where the next extent may start
+    bool dirty = false;    // bytes that are not synced
+    bool unnamed = false;  // its name in the directory is not synced
   };
 
   Result<std::shared_ptr<File>> OpenForRead(uint64_t segment);
   Result<Owned> Create() const;
   Result<std::optional<Owned>> Adopt(uint64_t bytes);
   Status FindRoom(uint64_t bytes);
-  Status WriteExtent(const File& file, const ExtentHeader& header, uint64_t block_bytes, const CellSource& cell);
+  Status WriteExtent(const Owned& owned, const ExtentHeader& header, uint64_t block_bytes, const CellSource& cell);
+  SealedFor About(uint64_t segment, uint64_t offset) const;
+  Status FreeSpace(const File& file, const ExtentRange& range) const;
   void DropAppended(const ExtentKey& key, const Appended& appended);
 
   SystemCalls& calls_;
   const File directory_;
   const Options options_;
 
-  std::mutex append_mutex_;   // before hold_mutex_
-  std::vector<Owned> owned_;  // extents go to the last
+  std::mutex append_mutex_;     // before hold_mutex_
+  std::set<uint64_t> cut_off_;  // segments that end before what was committed in them: nothing is appended there
+  std::vector<Owned> owned_;    // extents go to the last
+  bool start_segment_ = false;
   std::vector<std::byte> staging_;
 
   mutable std::mutex hold_mutex_;

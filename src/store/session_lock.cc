@@ -62,16 +62,21 @@ class SessionLocks::Held : public Store::SessionLock {
   File file_;
 };
 
-std::string SessionLocks::FileName(const std::string& name) const {
+std::string SessionLocks::FileName(const std::string& row_name) const {
   ByteWriter salted;
-  salted.Raw(std::as_bytes(std::span(store_))).Sized(name);
+  salted.Raw(std::as_bytes(std::span(store_))).Sized(row_name);
   std::string text;
   for (const uint8_t byte : Checksum128(salted.bytes())) text += fmt::format("{:02x}", byte);
   return text;
 }
 
 Result<std::unique_ptr<Store::SessionLock>> SessionLocks::Lock(const std::string& name) {
-  const std::string file_name = FileName(name);
+  return LockRow(row_name_(name), name);
+}
+
+Result<std::unique_ptr<Store::SessionLock>> SessionLocks::LockRow(const std::string& row_name,
+                                                                  const std::string& name) {
+  const std::string file_name = FileName(row_name);
   for (int attempt = 0; attempt < kAttempts; ++attempt) {
     auto file =
         File::Open(calls_, directory_.fd(), file_name, O_RDWR | O_CREAT, 0600, directory_.path() + "/" + file_name);
@@ -85,16 +90,16 @@ Result<std::unique_ptr<Store::SessionLock>> SessionLocks::Lock(const std::string
     if (info->st_nlink == 0) continue;
     {
       const std::lock_guard lock(mutex_);
-      held_.insert(name);
+      held_.insert(row_name);
     }
-    return std::make_unique<Held>(*this, name, std::move(*file));
+    return std::make_unique<Held>(*this, row_name, std::move(*file));
   }
   return Fail(StatusCode::kBusy, fmt::format("session '{}' is taken and left by others all the time: try again", name));
 }
 
 bool SessionLocks::Holds(const std::string& name) const {
   const std::lock_guard lock(mutex_);
-  return held_.contains(name);
+  return held_.contains(row_name_(name));
 }
 
 }  // namespace kvcell

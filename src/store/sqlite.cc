@@ -8,8 +8,6 @@
 namespace kvcell {
 namespace {
 
-constexpr int kBusyMilliseconds = 10'000;
-
 std::string FileUri(const std::string& path) {
   std::string uri = "file:";
   for (const char c : path) {

@@ -15,6 +15,8 @@
 
 namespace kvcell {
 
+inline constexpr int kBusyMilliseconds = 10'000;  // a writer waits for others no longer
+
 class Query;
 
 // One connection. Thread-compatible: the owner serialises.

@@ -18,6 +18,7 @@ namespace {
 constexpr uint64_t kGenerationsAtOnce = 1024;
 constexpr auto kOpenTimeout = std::chrono::seconds(20);
 constexpr int kLoadAttempts = 20;
+constexpr int64_t kUseGranularitySeconds = 60;
 
 Status ReadOnly(const std::string& path) {
   return Status(StatusCode::kPermission,
@@ -70,6 +71,12 @@ Result<std::unique_ptr<Store>> StoreImpl::Open(const std::string& directory, con
   std::string path = directory;
   while (path.size() > 1 && path.ends_with('/')) path.pop_back();
   if (path.empty()) return Fail(StatusCode::kInvalidArgument, "the store has no directory: give one");
+  if (!options.name_space.empty()) {
+    if (const Status status = CheckSessionName(options.name_space); !status.ok()) {
+      return Fail(StatusCode::kInvalidArgument, fmt::format("the namespace is no name: {}", status.message()));
+    }
+  }
+  if (!options.key.empty()) KVCELL_FAIL_IF_ERROR(Cipher::CheckSecret(options.key));
   struct stat info = {};
   if (const int result = calls.StatAt(AT_FDCWD, path.c_str(), &info); result < 0) {
     if (result != -ENOENT) return Fail(ErrnoStatus(-result, "open store", path));
@@ -106,6 +113,7 @@ Status StoreImpl::OpenFiles() {
     KVCELL_RETURN_IF_ERROR(WaitForLock(*lock, fmt::format("store {}", path_)));
     open_lock = std::move(*lock);
   }
+  KVCELL_RETURN_IF_ERROR(MarkInUse());
   std::array<File, 2> folders;  // segments, locks
   constexpr std::array<const char*, 2> kNames = {"segments", "locks"};
   auto index = Index::Open(calls_, directory_, options_);
@@ -118,18 +126,73 @@ Status StoreImpl::OpenFiles() {
       if (result < 0 && result != -EEXIST) return ErrnoStatus(-result, "make directory", folder_path);
     }
     auto folder = File::Open(calls_, directory_.fd(), kNames.at(i), O_RDONLY | O_DIRECTORY, 0, folder_path);
+    if (!folder && folder.error().code() == StatusCode::kNotFound) {
+      return Status(StatusCode::kCorruption,
+                    fmt::format("store {} has no folder '{}': put it back from a copy, or open the store for writing, "
+                                "which makes an empty one",
+                                path_, kNames.at(i)));
+    }
     if (!folder) return folder.error();
     folders.at(i) = std::move(*folder);
   }
   const bool power = options_.durability == Durability::kPower;
   if (writes && power) KVCELL_RETURN_IF_ERROR(directory_.Sync());
-  segments_ = std::make_unique<Segments>(calls_, std::move(folders[0]),
-                                         Segments::Options{index_->store_id(), options_.segment_bytes, power});
-  locks_ = std::make_unique<SessionLocks>(calls_, std::move(folders[1]), index_->store_id());
-  return writes ? Reclaim() : OkStatus();
+  segments_ = std::make_unique<Segments>(
+      calls_, std::move(folders[0]),
+      Segments::Options{index_->store_id(), options_.segment_bytes, power, index_->cipher()});
+  locks_ = std::make_unique<SessionLocks>(calls_, std::move(folders[1]), index_->store_id(),
+                                          [this](const std::string& name) { return index_->RowName(name); });
+  KVCELL_RETURN_IF_ERROR(CheckHead());
+  if (!writes) return OkStatus();
+  KVCELL_RETURN_IF_ERROR(Reclaim());
+  const std::lock_guard lock(mutex_);
+  RemoveExpired();
+  (void)MakeRoom(0);  // what is in use may be more than the cap; saves will say so
+  return OkStatus();
+}
+
+Status StoreImpl::MarkInUse() {
+  auto file = File::Open(calls_, directory_.fd(), "open.lock", O_RDONLY, 0, path_ + "/open.lock");
+  if (!file) {
+    // Who only looks may look at a store that was never opened for writing, or may not read the file.
+    return options_.read_only ? OkStatus() : file.error();
+  }
+  const auto locked = file->TryLock(kUseLockByte, 1, LockKind::kShared);
+  if (!locked) return options_.read_only ? OkStatus() : locked.error();
+  const auto info = file->Stat();
+  if (!info) return info.error();
+  if (!*locked || info->st_nlink == 0) {
+    return Status(StatusCode::kBusy, fmt::format("store {} is being removed: try again", path_));
+  }
+  in_use_ = std::move(*file);
+  return OkStatus();
+}
+
+// The head is read first: what others commit in between only makes the index's number larger.
+Status StoreImpl::CheckHead() {
+  head_ = Head::Open(calls_, directory_, index_->store_id(), !options_.read_only);
+  const auto counted = head_.Read();
+  const auto commits = index_->Commits();
+  if (!commits) return commits.error();
+  if (counted && *counted > *commits) lost_commits_ = *counted - *commits;
+  return OkStatus();
+}
+
+std::string StoreImpl::LostCommits() const {
+  if (lost_commits_ == 0) return "";
+  return fmt::format(
+      "the last {} change{} of store {} {} lost, an older state is served: the log of its index was damaged, or the "
+      "machine lost power",
+      lost_commits_, lost_commits_ == 1 ? "" : "s", path_, lost_commits_ == 1 ? "is" : "are");
 }
 
 StoreImpl::~StoreImpl() {
+  {
+    const std::lock_guard lock(scrub_mutex_);
+    scrub_stops_ = true;
+  }
+  scrub_wake_.notify_all();
+  if (scrub_.joinable()) scrub_.join();
   if (segments_ == nullptr || index_ == nullptr || options_.read_only) return;
   if (in_doubt_ && !SettleIndex()) return;
   // What was never committed goes now; if that fails, the next one to open the store does it.
@@ -174,9 +237,21 @@ Result<bool> StoreImpl::CollectExtent(const ExtentKey& key, bool erase) {
   ExtentRow& extent = **found;
   const auto used = index_->UsedBlocks(extent);
   if (!used) return Fail(used.error());
-  const auto unused = UnusedBlocks(extent, *used);
+  // Those that are free already too: the pages between two of them come back only now.
+  std::vector<uint32_t> unused;
+  for (uint32_t i = 0; i < extent.n_blocks; ++i) {
+    if (!(*used)[i]) unused.push_back(i);
+  }
   const bool none_used = std::ranges::none_of(*used, [](bool is_used) { return is_used; });
-  const auto freed = segments_->Free(key, extent.shape, extent.n_blocks, unused, none_used, erase);
+  // Where a segment was cut from outside and has grown again, a newer extent may lie in this one's place: its bytes
+  // stay, and the space comes back with the segment (ReclaimSegment).
+  const auto neighbours = index_->ListExtents(key.segment);
+  if (!neighbours) return Fail(neighbours.error());
+  const bool overlapped = std::ranges::any_of(*neighbours, [&](const ExtentRow& other) {
+    return other.key != key && other.range().begin < extent.range().end && extent.range().begin < other.range().end;
+  });
+  const auto freed = overlapped ? Result<std::vector<uint32_t>>(unused)
+                                : segments_->Free(key, extent.shape, extent.n_blocks, unused, none_used, erase);
   if (!freed) return Fail(freed.error());
   for (const uint32_t index : *freed) extent.freed[index] = true;
   const bool all_freed = std::ranges::all_of(extent.freed, [](bool is_freed) { return is_freed; });
@@ -191,7 +266,21 @@ Result<std::vector<BlockPlace>> StoreImpl::AppendExtent(
   if (options_.read_only) return Fail(ReadOnly(path_));
   const auto generation = NextGeneration();
   if (!generation) return Fail(generation.error());
-  return segments_->Append(shape, n_blocks, *generation, cell);
+  const CellSetShape stored = segments_->Stored(shape);
+  const uint64_t bytes = BlockBytes(stored).value_or(0) * n_blocks + ExtentHeaderBytes(stored) + 2 * kPageBytes;
+  {
+    const std::lock_guard lock(mutex_);
+    KVCELL_FAIL_IF_ERROR(MakeRoom(bytes));
+  }
+  auto places = segments_->Append(stored, n_blocks, *generation, cell);
+  const bool may_evict = options_.disk_cap != 0 || options_.ttl_seconds != 0;
+  if (places || places.error().code() != StatusCode::kNoSpace || !may_evict) return places;
+  // The disk is fuller than the cap knows of: once more with what the oldest sessions take.
+  {
+    const std::lock_guard lock(mutex_);
+    if (!EvictBytes(bytes).ok()) return places;
+  }
+  return segments_->Append(stored, n_blocks, *generation, cell);
 }
 
 void StoreImpl::Release(const BlockRecord& block) {
@@ -207,7 +296,7 @@ void StoreImpl::ReportDamage(const BlockPlace& place) {
 
 Result<std::optional<BlockRecord>> StoreImpl::FindBlock(const BlockKey& key,
                                                         std::span<const Token, kBlockTokens> tokens) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   std::vector<int64_t> damaged;
   const auto find = [&]() -> Result<std::optional<BlockRow>> {
     auto rows = index_->FindBlocks(key, &damaged);
@@ -224,12 +313,55 @@ Result<std::optional<BlockRecord>> StoreImpl::FindBlock(const BlockKey& key,
   if (!*row || !HoldBlock((*row)->record).ok()) return std::nullopt;
   // Held now; if its row is still there, it was never freed in between.
   const auto again = find();
-  if (!again || !*again || (*again)->id != (*row)->id) {
+  const auto same_places = [&] {
+    for (size_t i = 0; i < (*row)->record.places.size(); ++i) {
+      const auto& before = (*row)->record.places[i];
+      const auto& now = (*again)->record.places[i];
+      if (before.has_value() != now.has_value() || (before && !SamePlace(before, now))) return false;
+    }
+    return true;
+  };
+  if (!again || !*again || (*again)->id != (*row)->id || !same_places()) {
     Release((*row)->record);
     if (!again) return Fail(again.error());
     return std::nullopt;
   }
-  return (*row)->record;
+  const auto position = index_->BlockPosition((*row)->id);
+  if (!position || !*position) {
+    Release((*row)->record);
+    if (!position) return Fail(position.error());
+    return std::nullopt;
+  }
+  lock.unlock();
+  if (FoundIsSound((*row)->record, **position)) return (*row)->record;
+  Release((*row)->record);
+  return std::nullopt;
+}
+
+bool StoreImpl::CellsAreSound(const BlockRecord& block, const BlockPlace& place, int64_t position) {
+  if (options_.cell_check == nullptr) return true;
+  const auto extent = ExtentOf(place);
+  const auto shape = extent ? segments_->Clear(extent->shape) : std::nullopt;
+  if (shape && !CheckBlock(options_.cell_check, *shape, block, place, position)) return true;
+  damaged_.insert({place.segment, place.offset + place.index});
+  return false;
+}
+
+bool StoreImpl::FoundIsSound(const BlockRecord& block, int64_t position) {
+  if (options_.cell_check == nullptr) return true;
+  for (const auto& place : block.places) {
+    if (!place) continue;
+    std::optional<CellSetShape> shape;
+    {
+      const std::lock_guard lock(mutex_);
+      const auto extent = ExtentOf(*place);
+      if (extent) shape = segments_->Clear(extent->shape);
+    }
+    if (shape && !CheckBlock(options_.cell_check, *shape, block, *place, position)) continue;
+    ReportDamage(*place);
+    return false;
+  }
+  return true;
 }
 
 Status StoreImpl::HoldBlock(const BlockRecord& block) {
@@ -249,26 +381,30 @@ Status StoreImpl::HoldBlock(const BlockRecord& block) {
 
 Status StoreImpl::ReadCells(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint16_t head_begin,
                             uint16_t n, std::byte* dst) {
-  const auto offset = CellOffset(shape, place, layer_slot, head_begin);
+  const CellSetShape stored = segments_->Stored(shape);
+  const auto offset = CellOffset(stored, place, layer_slot, head_begin);
   if (!offset || n > shape.layers[layer_slot].n_cells - head_begin) {
     return Status(StatusCode::kInvalidArgument, "a block's place doesn't fit its shape: the cells can't be read");
   }
-  return segments_->Read(place.segment, *offset, std::span(dst, size_t{n} * shape.layers[layer_slot].cell_bytes));
+  return segments_->ReadCells(place.segment, *offset, stored.layers[layer_slot].cell_bytes,
+                              std::span(dst, size_t{n} * shape.layers[layer_slot].cell_bytes));
 }
 
 Status StoreImpl::ReadRun(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks,
                           std::byte* dst) {
-  const auto offset = CellOffset(shape, place, layer_slot, 0);
+  const CellSetShape stored = segments_->Stored(shape);
+  const auto offset = CellOffset(stored, place, layer_slot, 0);
   if (!offset || n_blocks > place.n_blocks - place.index) {
     return Status(StatusCode::kInvalidArgument, "a block's place doesn't fit its shape: the cells can't be read");
   }
   const auto& layer = shape.layers[layer_slot];
-  return segments_->Read(place.segment, *offset, std::span(dst, size_t{n_blocks} * layer.n_cells * layer.cell_bytes));
+  return segments_->ReadCells(place.segment, *offset, stored.layers[layer_slot].cell_bytes,
+                              std::span(dst, size_t{n_blocks} * layer.n_cells * layer.cell_bytes));
 }
 
 std::pair<std::string, uint64_t> StoreImpl::Locate(const CellSetShape& shape, const BlockPlace& place,
                                                    size_t layer_slot, uint16_t head) const {
-  return {segments_->PathOf(place.segment), CellOffset(shape, place, layer_slot, head).value_or(0)};
+  return {segments_->PathOf(place.segment), CellOffset(segments_->Stored(shape), place, layer_slot, head).value_or(0)};
 }
 
 Result<uint64_t> StoreImpl::NextGeneration() {
@@ -324,29 +460,21 @@ Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2]) {
   const std::lock_guard lock(mutex_);
   const auto revision = NextGenerationLocked();
   if (!revision) return revision.error();
-  if (options_.durability == Durability::kPower) KVCELL_RETURN_IF_ERROR(segments_->SyncAppended());
+  const Durability durability = record->durability.value_or(options_.durability);
+  if (durability == Durability::kPower) KVCELL_RETURN_IF_ERROR(segments_->SyncAppended());
+  KVCELL_RETURN_IF_ERROR(index_->SetDurability(durability));
   const int64_t now = UnixSeconds();
   Pending pending;
   const int64_t before = std::exchange(record->last_used, now);
   const Status status = CommitRows(record, shapes, *revision, &pending);
-  if (!status.ok()) {
-    record->last_used = before;
-    if (pending.in_doubt && !SettleIndex()) segments_->MarkCommitted(pending.registered);
-    for (const auto& place : pending.held) segments_->Release(place);
-    return status;
-  }
-  segments_->MarkCommitted(pending.registered);
-  for (size_t i = 0; i < pending.rows.size(); ++i) record->blocks[i] = pending.rows[i].record;
-  for (const auto& place : pending.given_up) segments_->Release(place);
-  // Saved; space that this frees is found by the next one to open the store where it can't be given back now.
-  for (const auto& key : pending.emptied) (void)CollectExtent(key, false);
-  return OkStatus();
+  if (!status.ok()) record->last_used = before;
+  return Settle(status, &pending, &record->blocks);
 }
 
 Status StoreImpl::CommitRows(SessionRecord* record, const CellSetShape shapes[2], uint64_t revision, Pending* pending) {
   Transaction transaction(index_->database());
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
-  const auto space = PrefixIndex(index_->database()).MakeSpace(record->identity, record->model);
+  const auto space = index_->prefixes().MakeSpace(WithNamespace(record->identity), record->model);
   if (!space) return space.error();
   for (size_t i = 0; i < record->blocks.size(); ++i) {
     const int64_t block_space = i < record->n_shared ? *space : kOwnSpace;
@@ -369,12 +497,37 @@ Status StoreImpl::CommitRows(SessionRecord* record, const CellSetShape shapes[2]
   if (!links) return links.error();
   KVCELL_RETURN_IF_ERROR(index_->WriteLinks(row.id, *links, pending->rows));
   for (const auto& link : *links) pending->old_blocks.push_back(link.block);
+  return EndRows(&transaction, pending);
+}
+
+Status StoreImpl::EndRows(Transaction* transaction, Pending* pending) {
   auto emptied = index_->DeleteUnusedBlocks(pending->old_blocks);
   if (!emptied) return emptied.error();
   pending->emptied.insert(pending->emptied.end(), emptied->begin(), emptied->end());
-  const Status status = transaction.Commit();
+  const auto commits = index_->CountCommit();
+  if (!commits) return commits.error();
+  pending->commits = *commits;
+  const Status status = transaction->Commit();
   pending->in_doubt = !status.ok();
   return status;
+}
+
+Status StoreImpl::Settle(const Status& status, Pending* pending, std::vector<BlockRecord>* blocks) {
+  if (!status.ok()) {
+    if (pending->in_doubt && !SettleIndex()) segments_->MarkCommitted(pending->registered);
+    for (const auto& place : pending->held) segments_->Release(place);
+    return status;
+  }
+  head_.Write(pending->commits, std::exchange(lost_commits_, 0) != 0);
+  segments_->MarkCommitted(pending->registered);
+  for (size_t i = 0; i < pending->rows.size(); ++i) (*blocks)[i] = pending->rows[i].record;
+  for (const auto& place : pending->given_up) segments_->Release(place);
+  // Stored; space that this frees is found by the next one to open the store where it can't be given back now.
+  for (const auto& key : pending->emptied) (void)CollectExtent(key, false);
+  RemoveExpired();
+  (void)MakeRoom(0);
+  TrimLog();
+  return OkStatus();
 }
 
 bool StoreImpl::SettleIndex() {
@@ -398,7 +551,8 @@ Status StoreImpl::CommitBlock(const BlockRecord& block, const CellSetShape shape
   for (size_t i = 0; i < block.places.size(); ++i) {
     if (block.places[i]) KVCELL_RETURN_IF_ERROR(RegisterPlace(*block.places[i], shapes[i], pending));
   }
-  BlockRow row{0, block};
+  BlockRow row;
+  row.record = block;
   KVCELL_RETURN_IF_ERROR(index_->WriteBlock(&row));
   pending->rows.push_back(std::move(row));
   return LinkBlock(pending->rows.back().id, depth, space, held, pending);
@@ -406,34 +560,47 @@ Status StoreImpl::CommitBlock(const BlockRecord& block, const CellSetShape shape
 
 Status StoreImpl::CompletePlaces(const BlockRecord& block, const CellSetShape shapes[2], BlockRow* stored,
                                  Pending* pending) {
-  bool changed = false;
+  const auto position = static_cast<int64_t>(pending->rows.size() * kBlockTokens);
+  std::vector<BlockPlace> held;
+  std::array<bool, 2> keeps{};  // theirs
+  bool replaces = false;
+  for (size_t i = 0; i < block.places.size(); ++i) {
+    const auto& mine = block.places[i];
+    const auto& theirs = stored->record.places[i];
+    if (!theirs || SamePlace(mine, theirs)) {
+      replaces |= mine && !theirs;
+      continue;
+    }
+    const auto hold = mine && IsDamaged(*theirs) ? Result<bool>(false) : segments_->Hold(*theirs);
+    if (hold && *hold) held.push_back(*theirs);
+    keeps[i] = hold && *hold && (!mine || CellsAreSound(stored->record, *theirs, position));
+    replaces |= !keeps[i];
+  }
+  if (!replaces) {
+    for (size_t i = 0; i < block.places.size(); ++i) {
+      const auto& mine = block.places[i];
+      if (mine && keeps[i]) pending->given_up.push_back(*mine);
+      if (mine && !keeps[i]) KVCELL_RETURN_IF_ERROR(RegisterPlace(*mine, shapes[i], pending));
+    }
+    pending->held.insert(pending->held.end(), held.begin(), held.end());
+    return OkStatus();
+  }
+  // All cells of a block are of one generation: where one place is replaced the others are too.
+  for (const auto& place : held) segments_->Release(place);
   for (size_t i = 0; i < block.places.size(); ++i) {
     const auto& mine = block.places[i];
     auto& theirs = stored->record.places[i];
-    if (!mine && !theirs) continue;
-    if (SamePlace(mine, theirs)) {
-      KVCELL_RETURN_IF_ERROR(RegisterPlace(*mine, shapes[i], pending));
-      continue;
-    }
-    if (theirs && (!mine || !IsDamaged(*theirs))) {
-      const auto hold = segments_->Hold(*theirs);
-      if (hold && *hold) {
-        pending->held.push_back(*theirs);
-        if (mine) pending->given_up.push_back(*mine);
-        continue;
-      }
-    }
-    if (theirs) pending->emptied.push_back(KeyOf(*theirs));
     if (mine) KVCELL_RETURN_IF_ERROR(RegisterPlace(*mine, shapes[i], pending));
+    if (SamePlace(mine, theirs)) continue;
+    if (theirs) pending->emptied.push_back(KeyOf(*theirs));
     theirs = mine;
-    changed = true;
   }
-  if (!changed) return OkStatus();
   stored->record.generation = block.generation;
   return index_->WriteBlock(stored);
 }
 
-Status StoreImpl::RegisterPlace(const BlockPlace& place, const CellSetShape& shape, Pending* pending) {
+Status StoreImpl::RegisterPlace(const BlockPlace& place, const CellSetShape& clear_shape, Pending* pending) {
+  const CellSetShape shape = segments_->Stored(clear_shape);
   const auto refuse = [&](std::string_view what) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("cells at byte {} of {} {}: the session can't be saved with them", place.offset,
@@ -472,13 +639,26 @@ Result<SessionRecord> StoreImpl::Load(const std::string& name) {
   KVCELL_FAIL_IF_ERROR(CheckSessionName(name));
   const std::lock_guard lock(mutex_);
   for (int attempt = 0; attempt < kLoadAttempts; ++attempt) {
+    const auto moves = index_->Moves();
+    if (!moves) return Fail(moves.error());
     const auto row = index_->FindSession(name);
     if (!row) return Fail(row.error());
+    if (!*row && lost_commits_ != 0) {
+      return Fail(StatusCode::kCorruption,
+                  fmt::format("session '{}' is not there: {}; `kvcell store compact` goes on with what there is", name,
+                              LostCommits()));
+    }
     if (!*row) return Fail(NoSession(path_, name));
     auto record = LoadHeld(**row);
-    // What was read belongs together only if nobody saved or removed the session meanwhile; held since, its cells stay.
+    // What was read belongs together only if nobody saved, cut, moved or removed the session meanwhile; held since, its
+    // cells stay.
     const auto again = index_->FindSession(name);
-    if (again && *again && (*again)->id == (*row)->id && (*again)->revision == (*row)->revision) return record;
+    const auto moves_now = index_->Moves();
+    if (again && *again && (*again)->id == (*row)->id && (*again)->revision == (*row)->revision &&
+        (*again)->n_blocks == (*row)->n_blocks && moves_now && *moves_now == *moves) {
+      if (record) NoteUse(**again);
+      return record;
+    }
     if (record) {
       for (const auto& block : record->blocks) Release(block);
     }
@@ -487,20 +667,47 @@ Result<SessionRecord> StoreImpl::Load(const std::string& name) {
   return Fail(StatusCode::kBusy, fmt::format("session '{}' is being saved all the time: try again", name));
 }
 
+// So that it isn't the first to be evicted. Whoever writes at this moment is not waited for.
+void StoreImpl::NoteUse(const SessionRow& row) {
+  const int64_t now = UnixSeconds();
+  const bool exact = options_.disk_cap != 0 || options_.ttl_seconds != 0;
+  if (options_.read_only || now - row.last_used < (exact ? 1 : kUseGranularitySeconds)) return;
+  sqlite3* const handle = index_->database().handle();
+  sqlite3_busy_timeout(handle, 0);
+  const auto touch = [&]() -> Status {
+    KVCELL_RETURN_IF_ERROR(index_->SetDurability(std::min(options_.durability, Durability::kProcess)));
+    Transaction transaction(index_->database());
+    KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
+    const auto found = index_->FindSession(row.id);
+    if (!found) return found.error();
+    if (!*found || (*found)->revision != row.revision) return OkStatus();
+    KVCELL_RETURN_IF_ERROR(index_->TouchSession(**found, now));
+    return transaction.Commit();
+  };
+  (void)touch();
+  sqlite3_busy_timeout(handle, kBusyMilliseconds);
+}
+
 Result<SessionRecord> StoreImpl::LoadHeld(const SessionRow& row) {
   SessionRecord record;
+  record.notice = LostCommits();
   record.name = row.name;
   record.model = row.model;
   record.identity = row.identity;
   record.last_used = row.last_used;
   Transaction transaction(index_->database());
   KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
-  KVCELL_FAIL_IF_ERROR(index_->ReadSessionData(row, &record));
+  SessionDamage damage;
+  KVCELL_FAIL_IF_ERROR(index_->ReadSessionData(row, &record, &damage));
   auto blocks = index_->ReadSessionBlocks(row, record.tokens);
   if (!blocks) return Fail(blocks.error());
   const auto hold = [&](const BlockRecord& block) -> Status {
     for (const auto& place : block.places) {
       if (!place) continue;
+      if (IsDamaged(*place)) {
+        return Status(StatusCode::kCorruption, fmt::format("{} at byte {}: its cells were found damaged",
+                                                           segments_->PathOf(place->segment), place->offset));
+      }
       const auto extent = ExtentOf(*place);
       if (!extent) return extent.error();
       const auto bytes = segments_->FileBytes(place->segment);
@@ -523,11 +730,53 @@ Result<SessionRecord> StoreImpl::LoadHeld(const SessionRow& row) {
       record.damage = fmt::format("block {} of session '{}': {}", i, row.name, status.message());
       break;
     }
-    const auto node = PrefixIndex(index_->database()).Find(block->id);
+    const auto node = index_->prefixes().Find(block->id);
     if (node && *node && (*node)->space == kOwnSpace) record.n_shared = std::min(record.n_shared, i);
     record.blocks.push_back(block->record);
   }
+  if (damage.any()) KVCELL_FAIL_IF_ERROR(MendData(row, damage, *blocks, &record));
+  const size_t whole = record.tokens.size() / kBlockTokens;
+  if (record.damage.empty() && blocks->size() < whole) {
+    record.damage =
+        fmt::format("the cells of its last {} blocks were given up to keep the disk cap", whole - blocks->size());
+  }
   return record;
+}
+
+Status StoreImpl::MendData(const SessionRow& row, const SessionDamage& damage,
+                           std::span<const std::optional<BlockRow>> blocks, SessionRecord* record) {
+  const auto note = [&](std::string* to, std::string what) {
+    *to += fmt::format("{}{} of session '{}' {}", to->empty() ? "" : "; ", "stored data", row.name, what);
+  };
+  if (damage.tokens) {
+    // Each block has its own: the session goes as far as they are sound.
+    for (const BlockRecord& block : record->blocks)
+      record->tokens.insert(record->tokens.end(), block.tokens.begin(), block.tokens.end());
+    const int64_t lost = row.n_tokens - static_cast<int64_t>(record->tokens.size());
+    if (record->tokens.empty()) {
+      return Status(
+          StatusCode::kCorruption,
+          fmt::format("index {}: the tokens of session '{}' are damaged, and no sound block has them: `kvcell "
+                      "sessions rm` removes it",
+                      index_->path(), row.name));
+    }
+    note(&record->notice, "is damaged: its tokens are taken from its blocks");
+    if (lost > 0) {
+      note(&record->damage, fmt::format("is damaged: the last {} of its {} tokens are lost", lost, row.n_tokens));
+      // What was kept of the state after the last token belongs to a text that is gone.
+      record->logits.clear();
+      record->extras.clear();
+      record->exact.clear();
+    }
+  }
+  if (damage.logits) note(&record->notice, "is damaged: the last token's logits are computed again");
+  if (damage.extras) note(&record->notice, "is damaged: its settings are the defaults");
+  if (damage.exact) note(&record->damage, "is damaged: the exact cells of its last tokens are computed again");
+  if (record->exact.empty() && !blocks.empty() && blocks.front()) {
+    auto sinks = index_->prefixes().ReadBytes(blocks.front()->id, PrefixBytes::kSinks);
+    if (sinks && *sinks) record->sinks = *std::move(*sinks);
+  }
+  return OkStatus();
 }
 
 Result<std::vector<SessionSummary>> StoreImpl::List() {
@@ -535,7 +784,7 @@ Result<std::vector<SessionSummary>> StoreImpl::List() {
   Transaction transaction(index_->database());
   KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
   std::vector<std::string> damaged;  // Load and Verify say what is wrong with them
-  const auto rows = index_->ListSessions(&damaged);
+  const auto rows = index_->ListSessions(Spaces::kOwn, &damaged);
   if (!rows) return Fail(rows.error());
   std::vector<SessionSummary> list;
   for (const auto& row : *rows) {
@@ -557,7 +806,15 @@ Status StoreImpl::Remove(const std::string& name, bool erase) {
   if (status.code() == StatusCode::kNoSpace) {
     // A full disk has no room to write even that less is used: the cells, which nobody is to read again, make some.
     (void)RemoveRows(name, Removal::kCellsAlone, &emptied);
+    TruncateLog();
     status = RemoveRows(name, erase ? Removal::kErase : Removal::kPlain, &emptied);
+  }
+  if (status.code() == StatusCode::kNoSpace && !erase) {
+    // Zeroing the session's rows takes as much of the log as they are long; leaving their pages as they are takes
+    // little.
+    (void)index_->database().Run("PRAGMA secure_delete=OFF");
+    status = RemoveRows(name, Removal::kPlain, &emptied);
+    (void)index_->database().Run("PRAGMA secure_delete=ON");
   }
   if (!status.ok()) return status;
   for (const auto& key : emptied) {
@@ -568,6 +825,7 @@ Status StoreImpl::Remove(const std::string& name, bool erase) {
 }
 
 Status StoreImpl::RemoveRows(const std::string& name, Removal removal, std::vector<ExtentKey>* emptied) {
+  KVCELL_RETURN_IF_ERROR(index_->SetDurability(options_.durability));
   Transaction transaction(index_->database());
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
   const auto id = index_->SessionId(name);
@@ -576,6 +834,7 @@ Status StoreImpl::RemoveRows(const std::string& name, Removal removal, std::vect
   const auto links = index_->ReadLinks(**id);
   if (!links) return links.error();
   KVCELL_RETURN_IF_ERROR(index_->DeleteSession(**id));
+  if (removal == Removal::kErase) KVCELL_RETURN_IF_ERROR(UnholdPrefixes(*links));
   std::vector<int64_t> blocks;
   for (const auto& link : *links) blocks.push_back(link.block);
   auto extents = index_->DeleteUnusedBlocks(blocks);
@@ -599,7 +858,12 @@ Status StoreImpl::RemoveRows(const std::string& name, Removal removal, std::vect
                     fmt::format("cells of session '{}' are in use by a running process: end it, then erase", name));
     }
   }
-  return removal == Removal::kCellsAlone ? OkStatus() : transaction.Commit();
+  if (removal == Removal::kCellsAlone) return OkStatus();
+  const auto commits = index_->CountCommit();
+  if (!commits) return commits.error();
+  KVCELL_RETURN_IF_ERROR(transaction.Commit());
+  head_.Write(*commits, std::exchange(lost_commits_, 0) != 0);
+  return OkStatus();
 }
 
 // Deleted rows are zeroed as they go (secure_delete), but pages that were rebalanced may keep copies: the whole file is
@@ -632,18 +896,11 @@ Result<StoreStats> StoreImpl::Stats() {
     for (const auto& layer : (*extent)->shape.layers) stats.cells += n_used * layer.n_cells;
     stats.live_bytes += n_used * static_cast<int64_t>((*extent)->block_bytes());
   }
-  constexpr int64_t kStatBlock = 512;  // what st_blocks counts in: space really taken, holes left out
-  const auto segments = segments_->List();
-  if (!segments) return Fail(segments.error());
-  for (const uint64_t segment : *segments) {
-    struct stat info = {};
-    if (calls_.StatAt(AT_FDCWD, segments_->PathOf(segment).c_str(), &info) == 0)
-      stats.segment_bytes += info.st_blocks * kStatBlock;
-  }
-  for (const char* name : {"store.db", "store.db-wal", "store.db-shm"}) {
-    struct stat info = {};
-    if (calls_.StatAt(directory_.fd(), name, &info) == 0) stats.index_bytes += info.st_size;
-  }
+  stats.segment_bytes = static_cast<int64_t>(SegmentFileBytes());
+  stats.index_bytes = static_cast<int64_t>(IndexFileBytes());
+  stats.evicted_sessions = evicted_sessions_;
+  stats.evicted_blocks = evicted_blocks_;
+  stats.encrypted = index_->cipher() != nullptr;
   return stats;
 }
 

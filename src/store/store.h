@@ -78,13 +78,15 @@ struct SessionRecord {
   std::vector<float> logits;     // of the last token; may be empty
   std::string extras;            // JSON of the layers above (sampler, chat state)
   // What others need to begin with this session's first blocks (the sinks exactly, as `cache` lays them out); "" where
-  // it has no block. Written by Commit, not read back by Load: see PrefixRecord::sinks.
+  // it has no block. Written by Commit; read back by Load only where `exact` is damaged: see PrefixRecord::sinks.
   std::vector<std::byte> sinks;
   // Blocks from this one on are this session's alone: they are neither found nor shared by others, however equal their
   // tokens. Set by Load, where some are, to their first.
   size_t n_shared = std::numeric_limits<size_t>::max();
   int64_t last_used = 0;  // unix seconds; set by Commit
   std::string damage;     // by Load: why `blocks` ends early (which block, what is wrong); "" where all is sound
+  std::string notice;     // by Load: what the user should know of the store; "" where all is well
+  std::optional<Durability> durability;  // of this save; nothing: the store's
 };
 
 struct SessionSummary {
@@ -146,6 +148,10 @@ struct PrefixSummary {
   std::string model;
 };
 
+// Checks one cell's bytes; the store is told how, since it knows bytes and keys only.
+using CellVerifier = std::function<Status(std::span<const std::byte> cell, uint16_t layer, uint16_t head,
+                                          int64_t position, const BlockKey& key)>;
+
 struct StoreOptions {
   Durability durability = Durability::kProcess;
   bool create = true;      // make the directory (0700) when it is missing
@@ -153,7 +159,30 @@ struct StoreOptions {
   // A segment file is ended, and a new one begun, past this many bytes. Larger: fewer files; smaller: removed sessions
   // give whole files back sooner. An extent larger than this has a segment of its own.
   uint64_t segment_bytes = uint64_t{1} << 30;
+  // Secret of an encrypted store, 32 bytes and more; "" where it is none. A store that is founded with one is encrypted
+  // for ever: cells, tokens, names, exact parts, logits (docs/format.md). It costs 64 bytes a cell and a pass over
+  // them.
+  std::string key;
+  // The tenant: sessions and blocks of another one are neither seen nor shared. A name as of a session, or "".
+  std::string name_space;
+  // Most bytes of the store's files, what was there before counts; 0: no cap. Before more is written, sessions that
+  // were not used for the longest lose their last blocks, then all; what is in use stays.
+  uint64_t disk_cap = 0;
+  // Sessions that were not used for this many seconds are removed when the store is opened and at saves; 0: never.
+  int64_t ttl_seconds = 0;
+  // Stored cells are read and checked by this before fresh ones with the same key are given up for them, so that
+  // whoever computes a damaged block again heals it. Null: they are taken for sound unless ReportDamage named them.
+  CellVerifier cell_check = nullptr;
+  uint32_t index_page_bytes = 0;  // of an index that is founded now: a power of two, 512..65536; 0: SQLite's choice
   SystemCalls* system_calls = nullptr;  // what the kernel is asked through; null: the real calls. Outlives the store.
+};
+
+// What Compact did.
+struct CompactReport {
+  int64_t segments_before = 0, segments_after = 0;
+  int64_t bytes_before = 0, bytes_after = 0;  // of segments and index, as the file system counts
+  int64_t blocks_moved = 0;
+  int64_t segments_in_use = 0;  // left as they are: a running process appends to them
 };
 
 struct DamagedCell {
@@ -168,14 +197,12 @@ struct DamagedCell {
 
 struct StoreStats {
   int64_t sessions = 0, blocks = 0, cells = 0;
-  int64_t segment_bytes = 0;  // of the segment files
-  int64_t live_bytes = 0;     // of cells that a session refers to
-  int64_t index_bytes = 0;    // SQLite's files
+  int64_t segment_bytes = 0;                         // of the segment files
+  int64_t live_bytes = 0;                            // of cells that a session refers to
+  int64_t index_bytes = 0;                           // SQLite's files
+  int64_t evicted_sessions = 0, evicted_blocks = 0;  // by this object, for its cap or time to live
+  bool encrypted = false;
 };
-
-// Checks one cell's bytes; the store is told how, since it knows bytes and keys only.
-using CellVerifier = std::function<Status(std::span<const std::byte> cell, uint16_t layer, uint16_t head,
-                                          int64_t position, const BlockKey& key)>;
 
 // Thread-safe unless stated. One object per process and directory; any number of processes.
 class Store {
@@ -246,7 +273,9 @@ class Store {
   virtual Status Commit(SessionRecord* record, const CellSetShape shapes[2]) = 0;
 
   // kNotFound; kCorruption where the session's own row fails its checksum. Damage of a block's row, extent or segment
-  // file ends `blocks` before it and is told in `damage`. The cells themselves are not read.
+  // file ends `blocks` before it and is told in `damage`. The cells themselves are not read. Damaged logits and extras
+  // come back empty and are told in `notice`; a damaged exact part comes back empty, with `sinks` where the prefix tree
+  // has them, and is told in `damage`; for damaged tokens those of the blocks stand, and what followed them is lost.
   virtual Result<SessionRecord> Load(const std::string& name) = 0;
   virtual Result<std::vector<SessionSummary>> List() = 0;
   // Removes the session; blocks that no other one uses lose their space, held ones as soon as they are released (at the
@@ -267,6 +296,18 @@ class Store {
   // the stored one. It returns the name.
   virtual Status Export(const std::string& name, const std::string& path) = 0;
   virtual Result<std::string> Import(const std::string& path, const std::string& as) = 0;
+
+  // Writes the blocks of segments that have holes anew, one after the other, and the index; gives back what that frees.
+  // Other processes read and write meanwhile; a crash leaves the blocks where they were. What they hold is freed later.
+  virtual Result<CompactReport> Compact() = 0;
+  // Reads all blocks again and again in a thread of the lowest priority, this many bytes a second, and reports damage
+  // as ReportDamage does, so that readers of this process miss what it finds; `found` is told, on that thread. Ends
+  // with the store.
+  virtual void StartScrub(CellVerifier verifier, uint64_t bytes_per_second,
+                          std::function<void(const DamagedCell&)> found) = 0;
+  // Removes a whole store, its directory included; `erase` overwrites its files first. kNotFound, kInvalidArgument
+  // where it is no store, kBusy while a process has it open.
+  static Status Destroy(const std::string& directory, bool erase);
 
   virtual Result<StoreStats> Stats() = 0;
   // Checks every row, header and cell; never changes anything.

@@ -85,6 +85,7 @@ bool Changes(const Call& call) {
       if (!(*store)->Remove("other", false).ok()) ::_exit(4);
       ledger->other_acknowledged = -version;
     }
+    if (version % 4 == 3 && !(*store)->Compact()) ::_exit(6);
   }
   ::_exit(5);
 }
@@ -109,6 +110,8 @@ std::string CheckOneOf(Store& store, const std::string& name, int acknowledged, 
   return fmt::format("session {}: acknowledged {}, begun {}:{}", name, acknowledged, begun, wrong);
 }
 
+constexpr int kAimedCalls = 400;  // saves, removals and a compaction are among them
+
 TEST(StoreCrash, KilledAtAnyMoment) {
   const char* text = std::getenv("KVCELL_CRASH_CYCLES");
   const int cycles = text != nullptr ? std::atoi(text) : 200;
@@ -125,7 +128,7 @@ TEST(StoreCrash, KilledAtAnyMoment) {
     ledger->point[0] = 0;
     const pid_t child = ::fork();
     ASSERT_GE(child, 0);
-    if (child == 0) SaveUntilKilled(directory.store(), ledger, aims ? 1 + (aimed - 1) % 250 : 0);
+    if (child == 0) SaveUntilKilled(directory.store(), ledger, aims ? 1 + (aimed - 1) % kAimedCalls : 0);
     if (!aims) {
       ::usleep(static_cast<useconds_t>(random() % 30'000));
       ::kill(child, SIGKILL);

@@ -50,7 +50,7 @@ class DamagedStore : public testing::Test {
 
 // Field case D27: versions 0, 2 and 255 of each format; the file is not altered.
 TEST_F(DamagedStore, OtherIndexVersionsAreRefusedUntouched) {
-  for (const char version : {'\0', '\2', '\xff'}) {
+  for (const char version : {'\0', '\3', '\xff'}) {
     Overwrite(index(), 60, std::string{0, 0, 0, version});
     const std::string before = ReadAll(index());
     const Status status = OpenStatus();
@@ -58,7 +58,7 @@ TEST_F(DamagedStore, OtherIndexVersionsAreRefusedUntouched) {
     EXPECT_THAT(status.message(), HasSubstr("store.db"));
     EXPECT_EQ(ReadAll(index()), before);
   }
-  Overwrite(index(), 60, std::string{0, 0, 0, 1});
+  Overwrite(index(), 60, std::string{0, 0, 0, 2});
   EXPECT_TRUE(OpenStatus().ok());
 }
 
@@ -68,8 +68,9 @@ TEST_F(DamagedStore, OtherSegmentVersionsOrByteOrderEndTheBlocksAndAreKept) {
   std::string swapped = good;
   std::reverse(swapped.begin(), swapped.begin() + 8);
   for (const std::string& header :
-       {std::string(good).replace(8, 1, "\2"), std::string(good).replace(8, 1, 1, '\0'), swapped,
-        std::string(good).replace(0, 1, "X"), std::string(good).replace(40, 1, 1, '\x55')}) {
+       {std::string(good).replace(8, 1, "\2"), std::string(good).replace(8, 1, "\3"),
+        std::string(good).replace(8, 1, 1, '\0'), swapped, std::string(good).replace(0, 1, "X"),
+        std::string(good).replace(40, 1, 1, '\x55')}) {
     Overwrite(segment, 0, header);
     const std::string before = ReadAll(segment);
     {

@@ -3,7 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
+#include <set>
 #include <utility>
 
 #include "base/checksum.h"
@@ -24,16 +26,51 @@ Status NoPrefix(const std::string& path, int64_t id) {
 
 // Chains that must not know of each other: identities of another namespace are never named.
 std::string NamespaceOf(const Identity& identity) {
+  std::string all;
   for (const auto& [field, value] : identity) {
-    if (field == "namespace") return value;
+    if (field == "namespace") all += value + '/';
   }
-  return {};
+  return all;
+}
+
+bool SamePlaces(const BlockRecord& a, const BlockRecord& b) {
+  for (size_t i = 0; i < a.places.size(); ++i) {
+    const auto& one = a.places[i];
+    const auto& other = b.places[i];
+    if (one.has_value() != other.has_value()) return false;
+    if (one && (KeyOf(*one) != KeyOf(*other) || one->index != other->index)) return false;
+  }
+  return true;
 }
 
 }  // namespace
 
+Identity StoreImpl::WithNamespace(const Identity& identity) const {
+  if (options_.name_space.empty()) return identity;
+  Identity with = {{"namespace", options_.name_space}};
+  with.insert(with.end(), identity.begin(), identity.end());
+  return with;
+}
+
+// From the end: a block that another kept chain or session goes on from was not this session's alone.
+Status StoreImpl::UnholdPrefixes(std::span<const Link> links) {
+  PrefixIndex prefixes = index_->prefixes();
+  for (size_t i = links.size(); i-- > 0;) {
+    auto node = prefixes.Find(links[i].block);
+    if (!node) return node.error();
+    const auto sessions = prefixes.CountSessions(links[i].block);
+    if (!sessions) return sessions.error();
+    const auto children = prefixes.CountHeldChildren(links[i].block);
+    if (!children) return children.error();
+    if (!*node || !(*node)->held || (*node)->pinned || *sessions > 0 || *children > 0) continue;
+    (*node)->held = false;
+    KVCELL_RETURN_IF_ERROR(prefixes.Write(**node));
+  }
+  return OkStatus();
+}
+
 Status StoreImpl::LinkBlock(int64_t block, size_t depth, int64_t space, bool held, Pending* pending) {
-  PrefixIndex prefixes(index_->database());
+  PrefixIndex prefixes = index_->prefixes();
   auto found = prefixes.Find(block);
   if (!found) return found.error();
   const BlockRow& row = pending->rows[depth];
@@ -45,10 +82,10 @@ Status StoreImpl::LinkBlock(int64_t block, size_t depth, int64_t space, bool hel
   node.parent = depth == 0 ? 0 : pending->rows[depth - 1].id;
   node.depth = static_cast<int64_t>(depth);
   node.held = node.held || held;
-  node.content = depth == 0 ? Address64(std::as_bytes(std::span(row.record.tokens))) : 0;
+  node.content = depth == 0 ? prefixes.ContentOf(row.record.tokens) : 0;
   node.last_used = UnixSeconds();
   if (*found && before.held == node.held && before.last_used == node.last_used) return OkStatus();
-  if (!*found) KVCELL_RETURN_IF_ERROR(prefixes.ForgetEvicted(row.record.key));
+  if (!*found) KVCELL_RETURN_IF_ERROR(prefixes.ForgetEvicted(row.stored_key));
   return prefixes.Write(node);
 }
 
@@ -56,7 +93,7 @@ Status StoreImpl::LinkBlock(int64_t block, size_t depth, int64_t space, bool hel
 // tokens. A row from before there was a tree has no place in it yet, and takes this one.
 Result<bool> StoreImpl::Continues(const BlockRow& row, const BlockRecord& block, int64_t parent, int64_t space) {
   if (row.record.key != block.key || row.record.tokens != block.tokens) return false;
-  const auto node = PrefixIndex(index_->database()).Find(row.id);
+  const auto node = index_->prefixes().Find(row.id);
   if (!node) return Fail(node.error());
   const auto& mine = block.places[0];
   const auto& theirs = row.record.places[0];
@@ -80,25 +117,16 @@ Status StoreImpl::Publish(PrefixRecord* record, const CellSetShape shapes[2]) {
   }
   const std::lock_guard lock(mutex_);
   if (options_.durability == Durability::kPower) KVCELL_RETURN_IF_ERROR(segments_->SyncAppended());
+  KVCELL_RETURN_IF_ERROR(index_->SetDurability(options_.durability));
   Pending pending;
-  const Status status = PublishRows(record, shapes, &pending);
-  if (!status.ok()) {
-    if (pending.in_doubt && !SettleIndex()) segments_->MarkCommitted(pending.registered);
-    for (const auto& place : pending.held) segments_->Release(place);
-    return status;
-  }
-  segments_->MarkCommitted(pending.registered);
-  for (size_t i = 0; i < pending.rows.size(); ++i) record->blocks[i] = pending.rows[i].record;
-  for (const auto& place : pending.given_up) segments_->Release(place);
-  for (const auto& key : pending.emptied) (void)CollectExtent(key, false);
-  return OkStatus();
+  return Settle(PublishRows(record, shapes, &pending), &pending, &record->blocks);
 }
 
 Status StoreImpl::PublishRows(PrefixRecord* record, const CellSetShape shapes[2], Pending* pending) {
   Transaction transaction(index_->database());
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
-  PrefixIndex prefixes(index_->database());
-  const auto space = prefixes.MakeSpace(record->identity, record->model);
+  PrefixIndex prefixes = index_->prefixes();
+  const auto space = prefixes.MakeSpace(WithNamespace(record->identity), record->model);
   if (!space) return space.error();
   for (const auto& block : record->blocks)
     KVCELL_RETURN_IF_ERROR(CommitBlock(block, shapes, *space, /*held=*/true, pending));
@@ -106,27 +134,24 @@ Status StoreImpl::PublishRows(PrefixRecord* record, const CellSetShape shapes[2]
   if (!record->replicas.empty()) {
     KVCELL_RETURN_IF_ERROR(prefixes.WriteBytes(pending->rows.back().id, PrefixBytes::kReplicas, record->replicas));
   }
-  auto emptied = index_->DeleteUnusedBlocks(pending->old_blocks);
-  if (!emptied) return emptied.error();
-  pending->emptied.insert(pending->emptied.end(), emptied->begin(), emptied->end());
-  const Status status = transaction.Commit();
-  pending->in_doubt = !status.ok();
-  return status;
+  return EndRows(&transaction, pending);
 }
 
 // Once for each first block: every chain that begins with it reads the same ones.
 Status StoreImpl::WriteSinks(int64_t root, std::span<const std::byte> sinks) {
   if (sinks.empty()) return OkStatus();
-  PrefixIndex prefixes(index_->database());
+  PrefixIndex prefixes = index_->prefixes();
   const auto there = prefixes.ReadBytes(root, PrefixBytes::kSinks);
   if (!there) return there.error();
   return *there ? OkStatus() : prefixes.WriteBytes(root, PrefixBytes::kSinks, sinks);
 }
 
-Result<PrefixFound> StoreImpl::FindPrefix(const PrefixQuery& query) {
+Result<PrefixFound> StoreImpl::FindPrefix(const PrefixQuery& asked) {
+  PrefixQuery query = asked;
+  query.identity = WithNamespace(asked.identity);
   const std::lock_guard lock(mutex_);
   PrefixFound found;
-  PrefixIndex prefixes(index_->database());
+  PrefixIndex prefixes = index_->prefixes();
   const auto there = prefixes.IsThere();
   if (!there) return Fail(there.error());
   if (!*there) return found;
@@ -165,7 +190,7 @@ Status StoreImpl::WalkChain(const PrefixQuery& query, int64_t space, std::vector
     std::optional<BlockRow> next;
     bool known_damaged = !damaged.empty();
     for (auto& row : *candidates) {
-      const auto node = PrefixIndex(index_->database()).Find(row.id);
+      const auto node = index_->prefixes().Find(row.id);
       if (!node) return node.error();
       if (!*node || (*node)->space != space || (*node)->parent != (b == 0 ? 0 : rows->back().id)) continue;
       if (row.record.tokens != wanted.tokens) continue;
@@ -184,14 +209,10 @@ Status StoreImpl::WalkChain(const PrefixQuery& query, int64_t space, std::vector
     }
     rows->push_back(*std::move(next));
   }
-  // Held now; those whose rows are still there were never freed in between.
-  Query again(index_->database(), "SELECT 1 FROM blocks WHERE id=?");
+  // Held now; those whose rows still say the same were neither freed nor moved in between.
   for (size_t i = 0; i < rows->size(); ++i) {
-    const auto still = again.Int((*rows)[i].id).Step();
-    if (still && *still) {
-      again.Reset();
-      continue;
-    }
+    const auto still = index_->FindBlock((*rows)[i].id);
+    if (still && *still && SamePlaces((*still)->record, (*rows)[i].record)) continue;
     DropRows(rows, i);
     found->end = PrefixEnd::kEvicted;
   }
@@ -206,7 +227,7 @@ void StoreImpl::DropRows(std::vector<BlockRow>* rows, size_t from) {
 // Sinks go with every chain; where exact cells are asked for, it ends at the last block that was published with them.
 Status StoreImpl::CutToWhatIsNeeded(const PrefixQuery& query, std::vector<BlockRow>* rows, PrefixFound* found) {
   if (rows->empty()) return OkStatus();
-  PrefixIndex prefixes(index_->database());
+  PrefixIndex prefixes = index_->prefixes();
   auto sinks = prefixes.ReadBytes(rows->front().id, PrefixBytes::kSinks);
   if (!sinks) return sinks.error();
   if (!*sinks) {
@@ -233,9 +254,9 @@ Status StoreImpl::CutToWhatIsNeeded(const PrefixQuery& query, std::vector<BlockR
 
 Status StoreImpl::TellWhyItEnds(const PrefixQuery& query, int64_t space, const std::vector<BlockRow>& rows,
                                 PrefixFound* found) {
-  PrefixIndex prefixes(index_->database());
+  PrefixIndex prefixes = index_->prefixes();
   const size_t b = rows.size();
-  const auto evicted = prefixes.WasEvicted(query.keys[b]);
+  const auto evicted = prefixes.WasEvicted(index_->StoredKey(query.keys[b]));
   if (!evicted) return evicted.error();
   if (*evicted || found->end == PrefixEnd::kEvicted) {
     found->end = PrefixEnd::kEvicted;
@@ -243,7 +264,7 @@ Status StoreImpl::TellWhyItEnds(const PrefixQuery& query, int64_t space, const s
   }
   if (b == 0) {
     const auto first = query.tokens.first(kBlockTokens);
-    const auto roots = prefixes.Roots(Address64(std::as_bytes(first)), kNeighbours);
+    const auto roots = prefixes.Roots(prefixes.ContentOf(first), kNeighbours);
     if (!roots) return roots.error();
     for (const PrefixRow& root : *roots) {
       const auto other = prefixes.ReadSpace(root.space);
@@ -276,7 +297,7 @@ Status StoreImpl::TellWhyItEnds(const PrefixQuery& query, int64_t space, const s
 
 Result<std::vector<PrefixSummary>> StoreImpl::ListPrefixes() {
   const std::lock_guard lock(mutex_);
-  PrefixIndex prefixes(index_->database());
+  PrefixIndex prefixes = index_->prefixes();
   const auto there = prefixes.IsThere();
   if (!there) return Fail(there.error());
   std::vector<PrefixSummary> list;
@@ -294,6 +315,9 @@ Result<std::vector<PrefixSummary>> StoreImpl::ListPrefixes() {
     const auto next = children.find(node.block);
     const int64_t n_next = next == children.end() ? 0 : next->second;
     if (n_next == 1 && !node.pinned) continue;
+    const auto block = index_->FindBlock(node.block);
+    if (!block) return Fail(block.error());
+    if (*block && !index_->IsOfOwnSpace(**block)) continue;  // another tenant's
     const auto space = prefixes.ReadSpace(node.space);
     if (!space) return Fail(space.error());
     list.push_back({.id = node.block,
@@ -314,7 +338,10 @@ Status StoreImpl::PinPrefix(int64_t id, bool pinned) {
   const std::lock_guard lock(mutex_);
   Transaction transaction(index_->database());
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
-  PrefixIndex prefixes(index_->database());
+  PrefixIndex prefixes = index_->prefixes();
+  const auto own = index_->FindBlock(id);
+  if (!own) return own.error();
+  if (*own && !index_->IsOfOwnSpace(**own)) return NoPrefix(path_, id);
   for (int64_t block = id; block != 0;) {
     auto node = prefixes.Find(block);
     if (!node) return node.error();
@@ -334,7 +361,7 @@ Status StoreImpl::RemovePrefix(int64_t id) {
   const std::lock_guard lock(mutex_);
   Transaction transaction(index_->database());
   KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
-  PrefixIndex prefixes(index_->database());
+  PrefixIndex prefixes = index_->prefixes();
   int64_t damaged = 0;
   const auto nodes = prefixes.List(&damaged);
   if (!nodes) return nodes.error();
@@ -344,7 +371,9 @@ Status StoreImpl::RemovePrefix(int64_t id) {
     by_block[node.block] = node;
     children[node.parent].push_back(node.block);
   }
-  if (!by_block.contains(id)) return NoPrefix(path_, id);
+  const auto own = index_->FindBlock(id);
+  if (!own) return own.error();
+  if (!by_block.contains(id) || (*own && !index_->IsOfOwnSpace(**own))) return NoPrefix(path_, id);
   std::vector<int64_t> going = {id};
   for (size_t i = 0; i < going.size(); ++i) {
     const auto& next = children[going[i]];
@@ -366,56 +395,98 @@ Status StoreImpl::RemovePrefix(int64_t id) {
   }
   const auto emptied = index_->DeleteUnusedBlocks(going);
   if (!emptied) return emptied.error();
+  const auto commits = index_->CountCommit();
+  if (!commits) return commits.error();
   KVCELL_RETURN_IF_ERROR(transaction.Commit());
+  head_.Write(*commits, std::exchange(lost_commits_, 0) != 0);
   for (const auto& key : *emptied) (void)CollectExtent(key, false);
   return OkStatus();
 }
 
 Result<uint64_t> StoreImpl::EvictPrefixes(uint64_t bytes) {
-  constexpr int kAtOnce = 64;
   if (options_.read_only)
     return Fail(StatusCode::kPermission, fmt::format("store {} is open for inspection only", path_));
   const std::lock_guard lock(mutex_);
+  return TakePrefixes(bytes, std::numeric_limits<int64_t>::max());
+}
+
+Result<uint64_t> StoreImpl::TakePrefixes(uint64_t bytes, int64_t before) {
+  constexpr int64_t kAtOnce = 64;
+  KVCELL_FAIL_IF_ERROR(index_->SetDurability(options_.durability));
   uint64_t freed = 0;
   std::vector<ExtentKey> emptied;
+  std::set<int64_t> in_use;
+  bool changed = false;
   Transaction transaction(index_->database());
   KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kWrite));
-  PrefixIndex prefixes(index_->database());
-  while (freed < bytes) {
-    const auto ends = prefixes.Evictable(kAtOnce);
+  for (bool more = true; more && freed < bytes;) {
+    const auto ends = index_->prefixes().Evictable(before, kAtOnce + static_cast<int64_t>(in_use.size()));
     if (!ends) return Fail(ends.error());
-    if (ends->empty()) break;
+    more = false;
     for (const int64_t end : *ends) {
       if (freed >= bytes) break;
-      auto node = prefixes.Find(end);
+      if (in_use.contains(end)) continue;
       const auto row = index_->FindBlock(end);
-      if (!node) return Fail(node.error());
       if (!row) return Fail(row.error());
-      if (!*node || !*row) {
-        // Damaged, or left by a program that knows no prefixes.
-        KVCELL_FAIL_IF_ERROR(prefixes.Forget(end));
-        const auto gone = index_->DeleteUnusedBlocks({&end, 1});
-        if (!gone) return Fail(gone.error());
-        emptied.insert(emptied.end(), gone->begin(), gone->end());
-        continue;
+      if (*row) {
+        const auto held = IsHeldByAnyone((*row)->record);
+        if (!held) return Fail(held.error());
+        if (*held) {
+          in_use.insert(end);
+          continue;
+        }
       }
-      (*node)->held = false;
-      KVCELL_FAIL_IF_ERROR(prefixes.Write(**node));
-      const auto gone = index_->DeleteUnusedBlocks({&end, 1});
-      if (!gone) return Fail(gone.error());
-      if (gone->empty()) continue;  // a session goes on using it
-      KVCELL_FAIL_IF_ERROR(prefixes.NoteEvicted((*row)->record.key));
-      for (const auto& place : (*row)->record.places) {
-        const auto extent = place ? index_->FindExtent(KeyOf(*place)) : Result<std::optional<ExtentRow>>(std::nullopt);
-        if (extent && *extent) freed += (*extent)->block_bytes();
-      }
-      emptied.insert(emptied.end(), gone->begin(), gone->end());
+      const auto taken = TakePrefix(end, &emptied);
+      if (!taken) return Fail(taken.error());
+      freed += *taken;
+      more = changed = true;
     }
   }
+  if (!changed) return 0;
+  const auto commits = index_->CountCommit();
+  if (!commits) return Fail(commits.error());
   KVCELL_FAIL_IF_ERROR(transaction.Commit());
+  head_.Write(*commits, std::exchange(lost_commits_, 0) != 0);
   std::ranges::sort(emptied);
   emptied.erase(std::unique(emptied.begin(), emptied.end()), emptied.end());
   for (const auto& key : emptied) (void)CollectExtent(key, false);
+  return freed;
+}
+
+Result<bool> StoreImpl::IsHeldByAnyone(const BlockRecord& block) const {
+  for (const auto& place : block.places) {
+    if (!place) continue;
+    const auto free = segments_->CanFree(KeyOf(*place), {place->index});
+    if (!free) return Fail(free.error());
+    if (!*free) return true;
+  }
+  return false;
+}
+
+// The bytes that this frees: none where a session goes on using the block.
+Result<uint64_t> StoreImpl::TakePrefix(int64_t block, std::vector<ExtentKey>* emptied) {
+  PrefixIndex prefixes = index_->prefixes();
+  auto node = prefixes.Find(block);
+  if (!node) return Fail(node.error());
+  const auto row = index_->FindBlock(block);
+  if (!row) return Fail(row.error());
+  if (*node && *row) {
+    (*node)->held = false;
+    KVCELL_FAIL_IF_ERROR(prefixes.Write(**node));
+  } else {
+    KVCELL_FAIL_IF_ERROR(prefixes.Forget(block));  // damaged
+  }
+  const auto gone = index_->DeleteUnusedBlocks({&block, 1});
+  if (!gone) return Fail(gone.error());
+  emptied->insert(emptied->end(), gone->begin(), gone->end());
+  if (gone->empty() || !*row) return 0;
+  KVCELL_FAIL_IF_ERROR(prefixes.NoteEvicted((*row)->stored_key));
+  ++evicted_blocks_;
+  uint64_t freed = 0;
+  for (const auto& place : (*row)->record.places) {
+    const auto extent = place ? index_->FindExtent(KeyOf(*place)) : Result<std::optional<ExtentRow>>(std::nullopt);
+    if (extent && *extent) freed += (*extent)->block_bytes();
+  }
   return freed;
 }
 

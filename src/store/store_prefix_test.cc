@@ -3,6 +3,8 @@
 #include <gtest/gtest.h>
 #include <sqlite3.h>
 
+#include <fstream>
+
 #include "store/store_test_util.h"
 
 namespace kvcell::test {
@@ -228,12 +230,15 @@ TEST(StorePrefix, AStoreFromBeforeThereWasATreeIsTakenOver) {
   { ASSERT_TRUE(SaveSession(*OpenStore(directory.store()), "a", tokens)); }
   sqlite3* db = nullptr;
   ASSERT_EQ(sqlite3_open((directory.store() + "/store.db").c_str(), &db), SQLITE_OK);
-  for (const char* table : {"prefix_spaces", "prefix_nodes", "prefix_bytes", "prefix_evicted"}) {
+  for (const char* table : {"prefix_spaces", "prefix_nodes", "prefix_bytes", "prefix_evicted", "session_parts"}) {
     ASSERT_EQ(sqlite3_exec(db, fmt::format("DROP TABLE {}", table).c_str(), nullptr, nullptr, nullptr), SQLITE_OK);
   }
+  ASSERT_EQ(sqlite3_exec(db, "PRAGMA user_version=1", nullptr, nullptr, nullptr), SQLITE_OK);
   sqlite3_close(db);
   {
-    auto store = OpenStore(directory.store(), {.read_only = true});
+    StoreOptions options;
+    options.read_only = true;
+    auto store = OpenStore(directory.store(), options);
     EXPECT_TRUE(Find(*store, tokens).blocks.empty());
     EXPECT_TRUE(store->ListPrefixes()->empty());
   }
@@ -242,6 +247,68 @@ TEST(StorePrefix, AStoreFromBeforeThereWasATreeIsTakenOver) {
   ASSERT_TRUE(PublishTokens(*store, tokens));
   EXPECT_EQ(store->Stats()->blocks, 3) << "the blocks that are there become part of the tree";
   EXPECT_EQ(Find(*store, tokens).blocks.size(), 3u);
+}
+
+TEST(StorePrefix, AnEncryptedStoreKeepsPrefixesAndShowsNothingOfThem) {
+  TemporaryDirectory directory;
+  const auto tokens = MakeTokens(1, 3 * kBlock);
+  StoreOptions options;
+  options.key = std::string(40, 'k');
+  const Identity identity = {{"weights", "secret-weights"}};
+  { ASSERT_TRUE(PublishTokens(*OpenStore(directory.store(), options), tokens, identity)); }
+  std::string stored;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(directory.store())) {
+    if (!entry.is_regular_file()) continue;
+    std::ifstream in(entry.path(), std::ios::binary);
+    stored.append(std::istreambuf_iterator<char>(in), std::istreambuf_iterator<char>());
+  }
+  for (const std::string& word : {std::string("secret-weights"), std::string("test-model"), std::string(100, '\7')})
+    EXPECT_EQ(stored.find(word), std::string::npos) << word;
+  auto store = OpenStore(directory.store(), options);
+  const PrefixFound found = Find(*store, tokens, identity);
+  EXPECT_EQ(found.blocks.size(), 3u);
+  EXPECT_EQ(found.sinks, std::vector<std::byte>(100, std::byte{7}));
+  EXPECT_EQ(store->ListPrefixes()->at(0).model, "test-model");
+  EXPECT_EQ(Find(*store, tokens, {{"weights", "other"}}).detail, "weights: stored secret-weights, now other");
+  EXPECT_TRUE(store->Verify(VerifyTestCell)->empty());
+}
+
+TEST(StorePrefix, TheStoresNamespaceIsPartOfThem) {
+  TemporaryDirectory directory;
+  const auto tokens = MakeTokens(1, 3 * kBlock);
+  const auto of = [&](const char* tenant) {
+    StoreOptions options;
+    options.name_space = tenant;
+    return OpenStore(directory.store(), options);
+  };
+  auto a = of("a");
+  ASSERT_TRUE(PublishTokens(*a, tokens));
+  EXPECT_EQ(Find(*a, tokens).blocks.size(), 3u);
+  const int64_t id = a->ListPrefixes()->at(0).id;
+  for (const char* tenant : {"b", ""}) {
+    auto other = of(tenant);
+    const PrefixFound found = Find(*other, tokens);
+    EXPECT_TRUE(found.blocks.empty());
+    EXPECT_EQ(found.end, PrefixEnd::kNothingStored);
+    EXPECT_TRUE(other->ListPrefixes()->empty());
+    EXPECT_EQ(other->PinPrefix(id, true).code(), StatusCode::kNotFound);
+    EXPECT_EQ(other->RemovePrefix(id).code(), StatusCode::kNotFound);
+  }
+}
+
+TEST(StorePrefix, ErasingASessionTakesWhatOnlyItKept) {
+  TemporaryDirectory directory;
+  auto store = OpenStore(directory.store());
+  const auto tokens = MakeTokens(1, 3 * kBlock, kBlock);
+  const auto other = MakeTokens(2, 3 * kBlock, kBlock);
+  ASSERT_TRUE(PublishTokens(*store, tokens));
+  ASSERT_TRUE(PublishTokens(*store, other));
+  auto saved = SaveSession(*store, "s", tokens);
+  ASSERT_TRUE(saved);
+  for (const auto& block : saved->blocks) store->Release(block);
+  ASSERT_TRUE(store->Remove("s", true).ok());
+  EXPECT_EQ(Find(*store, tokens).blocks.size(), 1u) << "another prefix goes on from the first";
+  EXPECT_EQ(Find(*store, other).blocks.size(), 3u);
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <signal.h>
+#include <sqlite3.h>
 #include <sys/wait.h>
 
 #include <atomic>
@@ -176,6 +177,36 @@ TEST(StoreProcesses, HeldCellsOutliveTheirSession) {
   ReleaseAll(*reader, *record);
   reader.reset();
   EXPECT_LT(OpenStore(directory.store())->Stats()->segment_bytes, 200 * 640) << "released, it is found and given back";
+}
+
+// A writer that takes its time in the middle of a transaction: whoever reads goes on, and so does who opens the store.
+TEST(StoreProcesses, ReadersNeverWaitForWriters) {
+  TemporaryDirectory directory;
+  const auto tokens = MakeTokens(1, 300);
+  ASSERT_TRUE(SaveSession(*OpenStore(directory.store()), "s", tokens));
+  std::array<int, 2> begun{}, go_on{};
+  ASSERT_EQ(::pipe(begun.data()), 0);
+  ASSERT_EQ(::pipe(go_on.data()), 0);
+  const pid_t writer = Spawn([&] {
+    sqlite3* database = nullptr;
+    char word = 0;
+    if (sqlite3_open((directory.store() + "/store.db").c_str(), &database) != SQLITE_OK) return 1;
+    if (sqlite3_exec(database, "BEGIN IMMEDIATE; DELETE FROM sessions", nullptr, nullptr, nullptr) != SQLITE_OK)
+      return 2;
+    if (::write(begun[1], "b", 1) != 1 || ::read(go_on[0], &word, 1) != 1) return 3;  // until the readers are done
+    return sqlite3_exec(database, "ROLLBACK", nullptr, nullptr, nullptr) == SQLITE_OK ? 0 : 4;
+  });
+  char word = 0;
+  ASSERT_EQ(::read(begun[0], &word, 1), 1);
+  auto store = OpenStore(directory.store());
+  ASSERT_NE(store, nullptr);
+  EXPECT_EQ(CheckSession(*store, "s", tokens), "");
+  EXPECT_EQ(store->List()->size(), 1u);
+  const auto found = store->FindBlock(KeyAt(tokens, 1), std::span(tokens).subspan<64, 64>());
+  EXPECT_TRUE(found && *found);
+  EXPECT_TRUE(store->Verify(VerifyTestCell)->empty());
+  EXPECT_EQ(::write(go_on[1], "g", 1), 1);
+  EXPECT_EQ(WaitFor(writer), 0);
 }
 
 // Field case D7.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <set>
+#include <utility>
 
 #include "store/prefix_index.h"
 #include "store/shape.h"
@@ -53,7 +54,12 @@ void StoreImpl::VerifyHeld(const CellVerifier& verifier, const BlockRecord& bloc
       continue;
     }
     if (!*held) continue;  // its session was removed meanwhile
-    VerifyBlock(verifier, extent->shape, block, *place, session, position, findings);
+    const auto shape = segments_->Clear(extent->shape);
+    if (shape) {
+      VerifyBlock(verifier, *shape, block, *place, session, position, findings);
+    } else {
+      findings->Row(session, position, segments_->PathOf(place->segment), "its cells are too short to be encrypted");
+    }
     segments_->Release(*place);
   }
 }
@@ -65,7 +71,7 @@ Status StoreImpl::VerifyPrefixes(const CellVerifier& verifier, Findings* finding
     const std::lock_guard lock(mutex_);
     Transaction transaction(index_->database());
     KVCELL_RETURN_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
-    PrefixIndex prefixes(index_->database());
+    PrefixIndex prefixes = index_->prefixes();
     const auto there = prefixes.IsThere();
     if (!there) return there.error();
     if (!*there) return OkStatus();
@@ -105,7 +111,9 @@ Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier)
     if (!structure) return Fail(structure.error());
     for (const auto& line : *structure) findings.Row("", 0, index_->path(), line);
     std::vector<std::string> damaged;
-    auto rows = index_->ListSessions(&damaged);
+    if (const std::string lost = LostCommits(); !lost.empty()) findings.Row("", 0, index_->path(), lost);
+    if (head_.IsDamaged()) findings.Row("", 0, path_ + "/" + kHeadName, "its content fails its checksum");
+    auto rows = index_->ListSessions(Spaces::kAll, &damaged);
     if (!rows) return Fail(rows.error());
     sessions = std::move(*rows);
     for (const auto& name : damaged) findings.Row(name, 0, index_->path(), "the session's row fails its checksum");
@@ -116,12 +124,18 @@ Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier)
       const std::lock_guard lock(mutex_);
       Transaction transaction(index_->database());
       KVCELL_FAIL_IF_ERROR(transaction.Begin(Transaction::Kind::kRead));
-      const auto again = index_->FindSession(row.name);
+      const auto again = index_->FindSession(row.id);
       if (!again || !*again || (*again)->revision != row.revision) continue;  // saved or removed meanwhile
       SessionRecord record;
-      if (const Status status = index_->ReadSessionData(row, &record); !status.ok()) {
-        findings.Row(row.name, 0, index_->path(), status.message());
-        continue;
+      SessionDamage damage;
+      KVCELL_FAIL_IF_ERROR(index_->ReadSessionData(row, &record, &damage));
+      for (const auto& [is_damaged, part] : {std::pair(damage.tokens, "tokens"),
+                                             {damage.exact, "exact cells"},
+                                             {damage.logits, "logits"},
+                                             {damage.extras, "settings"}}) {
+        if (is_damaged) {
+          findings.Row(row.name, 0, index_->path(), fmt::format("the session's stored {} fail their checksum", part));
+        }
       }
       auto read = index_->ReadSessionBlocks(row, record.tokens);
       if (!read) return Fail(read.error());
@@ -148,6 +162,10 @@ Result<std::vector<DamagedCell>> StoreImpl::Verify(const CellVerifier& verifier)
       continue;
     }
     if (!*extent) continue;
+    // One that nobody uses any more may have been freed, its row being all that is left of it.
+    const auto used = index_->UsedBlocks(**extent);
+    if (!used) return Fail(used.error());
+    if (std::ranges::find(*used, true) == used->end()) continue;
     const ExtentRange range = (*extent)->range();
     std::vector<std::byte> header(static_cast<size_t>(key.offset - range.begin));
     const Status read = segments_->Read(key.segment, range.begin, header);

@@ -58,8 +58,8 @@ class CliTest(unittest.TestCase):
 class Usage(CliTest):
     COMMANDS = ["run", "chat", "sessions ls", "sessions show", "sessions rm", "sessions export", "sessions import", "plan",
                 "inspect", "rules check", "rules show", "rules graph", "rules simulate", "rules promela", "top", "ctl", "doctor",
-                "store stats", "store verify", "prefix ls", "prefix pin", "prefix rm",
-                "bench attention", "bench model", "bench sharing", "bench overhead",
+                "store stats", "store verify", "store compact", "store rm", "prefix ls", "prefix pin", "prefix rm",
+                "bench attention", "bench model", "bench sharing", "bench store", "bench overhead",
                 "lab export", "lab stats", "lab error", "lab quality", "lab answers", "lab choice", "lab latency",
                 "lab capacity", "lab sweep", "lab report", "lab stream", "tune", "info", "config show", "completion bash"]
 
@@ -445,6 +445,29 @@ class Resume(CliTest):
         self.assertIn("computed again", report["note"])
         self.assertEqual(report["tokens"], whole[4:])
 
+    def test_what_was_computed_again_replaces_what_was_damaged(self):
+        self.run_json("--raw", "-p", TEXT * 4, "-n", 2, "--session", "s")
+        cut, flipped = str(self.home / "cut"), str(self.home / "flipped")
+        for copy in (cut, flipped):
+            shutil.copytree(self.store, copy)
+        for segment in glob.glob(f"{cut}/segments/*.kvs"):
+            os.truncate(segment, os.path.getsize(segment) * 2 // 3)
+        for segment in glob.glob(f"{flipped}/segments/*.kvs"):
+            with open(segment, "r+b") as file:
+                size = os.path.getsize(segment)
+                for part in (3, 5, 8):
+                    file.seek(size * part // 10)
+                    byte = file.read(1)[0]
+                    file.seek(size * part // 10)
+                    file.write(bytes([byte ^ 4]))
+        for copy in (cut, flipped):
+            once = self.call("run", "-m", MODEL, "--store", copy, "--session", "s", "-n", 2)
+            self.assertEqual(once.returncode, 0, once.stderr)
+            self.assertIn("computed again", once.stderr)
+            self.assertEqual(self.json("store", "verify", "--store", copy)["damaged"], [])
+            again = self.json("run", "-m", MODEL, "--store", copy, "--session", "s", "-n", 2)
+            self.assertEqual(again["prompt_tokens"], 0, "all was stored")
+
     def test_budget_smaller_than_the_context_gives_the_same_answer(self):
         prompt = TEXT * 14
         free = self.run_json("--raw", "-p", prompt, "-n", 8)
@@ -608,6 +631,113 @@ class Sessions(CliTest):
             chat.send_signal(signal.SIGTERM)
             self.assertEqual(chat.wait(timeout=300), 128 + signal.SIGTERM)
         self.assertGreater(self.json("sessions", "ls", "--store", self.store)["sessions"][0]["tokens"], 0)
+
+
+class Stores(CliTest):
+    """What a store takes besides its directory: a key, a tenant, a cap, a time to live; and its care."""
+
+    KEY = b"thirty-two bytes and more of a key"
+
+    def key_file(self, name="key", content=KEY):
+        path = self.home / name
+        path.write_bytes(content)
+        return path
+
+    def names(self, *args, **kwargs):
+        return [s["name"] for s in self.json("sessions", "ls", "--store", self.store, *args, **kwargs)["sessions"]]
+
+    def test_an_encrypted_store_opens_with_its_key_and_no_other(self):
+        key = self.key_file()
+        first = self.run_json("--raw", "-p", TEXT, "-n", 3, "--session", "secret plan", "--key-file", key)
+        stored = b"".join(p.read_bytes() for p in pathlib.Path(self.store).rglob("*") if p.is_file())
+        for word in (b"secret plan", b"temperature", b"SmolLM2", b"weights"):
+            self.assertNotIn(word, stored)
+        session = ("--session", "secret plan", "-n", 2)
+        for source in (("--key-file", key), ("--key-command", f"cat {key}")):
+            again = self.run_json(*session, *source)
+            self.assertGreaterEqual(again["reused_tokens"], first["context_tokens"])
+        self.run_json(*session, env={"KVCELL_KEY": self.KEY.decode()})
+        self.assertEqual(self.names("--key-file", key), ["secret plan"])
+        self.assertTrue(self.json("store", "stats", "--store", self.store, "--key-file", key)["encrypted"])
+        verified = self.json("store", "verify", "--store", self.store, "--key-file", key)
+        self.assertGreater(verified["cells"], 0)
+        self.assertEqual(verified["damaged"], [])
+        run = ("run", "-m", MODEL, "--store", self.store, "--session", "secret plan", "--quiet")
+        self.refused(*run, code=1, words=["encrypted", "--key-file"])
+        other = self.key_file("other", b"another key that is as long as the first")
+        self.refused(*run, "--key-file", other, code=1, words=["key", self.store])
+        self.refused("sessions", "ls", "--store", self.store, code=1, words=["encrypted"])
+
+    def test_prompts_without_a_session_are_kept_encrypted_too(self):
+        key = self.key_file()
+        first = self.run_json("--raw", "-p", TEXT, "-n", 1, "--key-file", key)
+        again = self.run_json("--raw", "-p", TEXT, "-n", 1, "--key-file", key)
+        self.assertGreater(again["reused_tokens"], 0)
+        self.assertEqual(again["tokens"], first["tokens"])
+        self.assertTrue(self.json("store", "stats", "--store", self.store, "--key-file", key)["encrypted"])
+
+    def test_keys_that_are_none(self):
+        run = ("run", "-m", MODEL, "--store", self.store, "--session", "s", "-p", "x", "--quiet")
+        self.refused(*run, "--key-file", self.key_file(content=b"short"), code=2, words=["32"])
+        self.refused(*run, "--key-file", self.home / "none", code=2, words=["none"])
+        self.refused(*run, "--key-command", "false", code=2, words=["--key-command"])
+        self.refused(*run, "--key-command", "echo x", "--key-file", self.key_file(), code=2, words=["one of them"])
+        self.refused(*run, code=2, words=["KVCELL_KEY"], env={"KVCELL_KEY": "short"})
+        self.run_json("--raw", "-p", TEXT, "-n", 1, "--session", "plain")
+        self.refused(*run, "--key-file", self.key_file(), code=2, words=["not encrypted"])
+
+    def test_an_encrypted_export_stays_encrypted(self):
+        key = self.key_file()
+        self.run_json("--raw", "-p", TEXT, "-n", 3, "--session", "s", "--key-file", key)
+        path = self.home / "s.kvcell"
+        self.json("sessions", "export", "s", path, "--store", self.store, "--key-file", key)
+        self.assertNotIn(b"temperature", path.read_bytes())
+        other = str(self.home / "other")
+        self.refused("sessions", "import", path, "--store", other, code=1, words=["encrypted", str(path)])
+        third = str(self.home / "third")
+        self.json("sessions", "import", path, "--store", third, "--key-file", key)
+        there = self.json("run", "-m", MODEL, "--store", third, "--session", "s", "-n", 2, "--key-file", key)
+        self.assertGreater(there["reused_tokens"], 0)
+
+    def test_tenants_do_not_see_each_other(self):
+        self.run_json("--raw", "-p", TEXT, "-n", 3, "--session", "s", "--namespace", "a")
+        self.assertEqual(self.names("--namespace", "a"), ["s"])
+        self.assertEqual(self.names("--namespace", "b"), [])
+        self.assertEqual(self.names(), [])
+        other = self.run_json("--raw", "-p", TEXT, "-n", 1, "--session", "s", "--namespace", "b")
+        self.assertEqual(other["reused_tokens"], 0)
+        self.refused("sessions", "ls", "--store", self.store, "--namespace", "a/b", code=2, words=["--namespace"])
+
+    def test_the_cap_holds_and_what_was_lost_is_computed_again(self):
+        # As much as some of these take: each its cells and an index row with the exact tail.
+        for i in range(6):
+            self.run_json("--raw", "-p", f"{i} " + TEXT * 4, "-n", 1, "--session", f"s{i}")
+        size = sum(p.stat().st_blocks * 512 for p in pathlib.Path(self.store).rglob("*") if p.is_file())
+        cap = size * 2 // 3
+        self.run_json("--raw", "-p", "7 " + TEXT * 4, "-n", 1, "--session", "s7", "--disk-cap", cap)
+        after = sum(p.stat().st_blocks * 512 for p in pathlib.Path(self.store).rglob("*") if p.is_file())
+        self.assertLessEqual(after, cap)
+        self.assertIn("s7", self.names())
+        self.assertNotIn("s0", self.names())
+        self.assertEqual(self.json("store", "verify", "--store", self.store)["damaged"], [])
+
+    def test_old_sessions_go_when_their_time_is_up(self):
+        self.run_json("--raw", "-p", TEXT, "-n", 1, "--session", "old")
+        time.sleep(2.1)
+        self.run_json("--raw", "-p", TEXT, "-n", 1, "--session", "new", "--ttl", "1s")
+        self.assertEqual(self.names(), ["new"])
+
+    def test_compact_and_rm(self):
+        for name in ("a", "b", "c"):
+            self.run_json("--raw", "-p", f"{name} {TEXT}", "-n", 1, "--session", name)
+        self.call("sessions", "rm", "a", "b", "--store", self.store)
+        report = self.json("store", "compact", "--store", self.store)
+        self.assertLessEqual(report["bytes_after"], report["bytes_before"])
+        self.assertEqual(self.json("store", "verify", "--store", self.store)["damaged"], [])
+        self.assertGreater(self.run_json("--session", "c", "-n", 1)["reused_tokens"], 0)
+        self.refused("store", "rm", "--store", self.home, code=1, words=["no store"])
+        self.assertEqual(self.call("store", "rm", "--erase", "--store", self.store).returncode, 0)
+        self.assertFalse(os.path.exists(self.store))
 
 
 class Lab(CliTest):

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import time
 import unittest
+from pathlib import Path
 
 from cli_test import KVCELL, MODEL, TEXT, CliTest
 
@@ -35,6 +36,7 @@ class RulesTest(CliTest):
         process = subprocess.Popen([KVCELL, "run", "-m", MODEL, "--raw", "-p", TEXT, "-n", "100000", "--ctx", "100000",
                                     "--quiet", *map(str, args)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
                                    env=self.env, text=True)
+        self.addCleanup(process.stderr.close)
         self.addCleanup(process.wait)
         self.addCleanup(process.kill)
         deadline = time.monotonic() + 120
@@ -115,12 +117,12 @@ class Runs(RulesTest):
 
     def test_metrics_trace_and_curve_are_written(self):
         metrics, trace, curve = (str(self.home / name) for name in ("m", "t", "c"))
-        self.run_json("-p", TEXT, "--raw", "-n", 4, "--metrics", metrics, "--trace", trace, "--sample", curve,
-                      "--sample-every", "0.05")
-        self.assertIn('kvcell_cells{state="QUANTIZED"}', open(metrics).read())
-        events = json.load(open(trace))["traceEvents"]
+        self.run_json("-p", TEXT, "--raw", "-n", 4, "--metrics", metrics, "--trace", trace, "--curve", curve,
+                      "--curve-every", "0.05")
+        self.assertIn('kvcell_cells{state="QUANTIZED"}', Path(metrics).read_text())
+        events = json.loads(Path(trace).read_text())["traceEvents"]
         self.assertTrue(any(e["name"] == "TOKEN_APPEND" and e["args"].get("to") == "QUANTIZED" for e in events))
-        lines = open(curve).read().splitlines()
+        lines = Path(curve).read_text().splitlines()
         self.assertIn("kv_quantized", lines[0])
         self.assertGreater(len(lines), 2)
         self.assertEqual({len(line.split(",")) for line in lines}, {len(lines[0].split(","))})

@@ -1,0 +1,491 @@
+#include "lab/bench_store.h"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <array>
+#include <chrono>
+#include <cstdlib>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <system_error>
+
+#include "kvcell/cache.h"
+#include "lab/peer.h"
+#include "model/model.h"
+
+namespace kvcell {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr size_t kWriteChunk = size_t{4} << 20;
+constexpr uint64_t kDiskProbeBytes = uint64_t{256} << 20;
+constexpr int kDecodeSteps = 32;  // of a round
+constexpr int kSaveEvery = 16;    // decode steps between two saves
+constexpr int32_t kChunk = 512;   // tokens per prefill step
+const char* const kSession = "bench";
+
+double MsSince(Clock::time_point start) {
+  return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
+}
+
+double Median(std::vector<double> values) {
+  if (values.empty()) return 0;
+  std::ranges::sort(values);
+  return values[values.size() / 2];
+}
+
+double MegabytesPerSecond(uint64_t bytes, double ms) { return ms > 0 ? static_cast<double>(bytes) / 1000.0 / ms : 0; }
+
+uint64_t BytesBelow(const std::string& path) {
+  uint64_t bytes = 0;
+  std::error_code error;
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(path, error)) {
+    if (entry.is_regular_file(error)) bytes += entry.file_size(error);
+  }
+  return bytes;
+}
+
+// A directory of its own below the one given, gone at the end.
+class Workplace {
+ public:
+  static Result<Workplace> Make(const std::string& directory) {
+    std::error_code error;
+    std::filesystem::create_directories(directory, error);
+    std::string pattern = directory + "/kvcell-bench-XXXXXX";
+    if (::mkdtemp(pattern.data()) == nullptr) {
+      return Fail(StatusCode::kIoError,
+                  fmt::format("cannot make a directory in {}: choose another with --store", directory));
+    }
+    Workplace place;
+    place.path_ = std::move(pattern);
+    return place;
+  }
+  Workplace(Workplace&& other) noexcept : path_(std::exchange(other.path_, "")) {}
+  Workplace& operator=(Workplace&&) = delete;
+  ~Workplace() {
+    std::error_code ignored;
+    if (!path_.empty()) std::filesystem::remove_all(path_, ignored);
+  }
+  std::string store() const { return path_ + "/store"; }
+  std::string peer_file() const { return path_ + "/peer.state"; }
+  std::string probe() const { return path_ + "/probe"; }
+
+ private:
+  Workplace() = default;
+  std::string path_;
+};
+
+// Sequential write speed of the disk, synced, in MB/s.
+Result<double> WriteSpeed(const std::string& path) {
+  const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  if (fd < 0)
+    return Fail(StatusCode::kIoError, fmt::format("cannot write {}: choose another place with --store", path));
+  std::vector<std::byte> chunk(kWriteChunk);
+  for (size_t i = 0; i < chunk.size(); ++i) chunk[i] = static_cast<std::byte>(i * 2654435761u >> 24);
+  bool ok = ::posix_fallocate(fd, 0, static_cast<off_t>(kDiskProbeBytes)) == 0 && ::fsync(fd) == 0;
+  const auto start = Clock::now();
+  for (uint64_t at = 0; ok && at < kDiskProbeBytes; at += chunk.size()) {
+    ok = ::pwrite(fd, chunk.data(), chunk.size(), static_cast<off_t>(at)) == static_cast<ssize_t>(chunk.size());
+  }
+  ok = ok && ::fdatasync(fd) == 0;
+  const double ms = MsSince(start);
+  ::close(fd);
+  ::unlink(path.c_str());
+  if (!ok) return Fail(StatusCode::kNoSpace, fmt::format("the disk probe {} could not be written", path));
+  return MegabytesPerSecond(kDiskProbeBytes, ms);
+}
+
+// So that the next read comes from the disk.
+void ForgetPages(const std::string& path) {
+  std::error_code error;
+  std::vector<std::string> files;
+  if (std::filesystem::is_directory(path, error)) {
+    for (const auto& entry : std::filesystem::recursive_directory_iterator(path, error)) {
+      if (entry.is_regular_file(error)) files.push_back(entry.path().string());
+    }
+  } else {
+    files.push_back(path);
+  }
+  for (const auto& file : files) {
+    const int fd = ::open(file.c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) continue;
+    (void)::fsync(fd);
+    (void)::posix_fadvise(fd, 0, 0, POSIX_FADV_DONTNEED);
+    ::close(fd);
+  }
+}
+
+// How long the disk takes to give the store's segments: the page-in that no reader can avoid.
+double PageInMs(const std::string& path) {
+  ForgetPages(path);
+  std::error_code error;
+  std::vector<std::byte> chunk(kWriteChunk);
+  const auto start = Clock::now();
+  for (const auto& entry : std::filesystem::recursive_directory_iterator(path, error)) {
+    if (!entry.is_regular_file(error)) continue;
+    const int fd = ::open(entry.path().c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd < 0) continue;
+    while (::read(fd, chunk.data(), chunk.size()) > 0) {
+    }
+    ::close(fd);
+  }
+  return MsSince(start);
+}
+
+struct Engine {
+  std::unique_ptr<Model> model;
+  std::unique_ptr<Cache> cache;
+  double load_ms = 0;
+};
+
+Result<Engine> OpenEngine(const BenchStoreOptions& options, const std::string& store, uint64_t ram_budget) {
+  Engine engine;
+  const auto start = Clock::now();
+  auto model = Model::Load(options.model, {.n_threads = options.n_threads, .max_batch = kChunk, .digest_folder = {}});
+  if (!model) return Fail(model.error());
+  engine.model = std::move(*model);
+  const auto codec = ParseCodec(options.codec);
+  if (!codec) return Fail(codec.error());
+  CacheOptions cache;
+  cache.geometry = engine.model->facts().geometry;
+  cache.codec = *codec;
+  cache.max_step_tokens = kChunk;
+  cache.store = store;
+  cache.durability = 2;
+  cache.identity = engine.model->identity();
+  cache.model_name = engine.model->facts().name;
+  const auto plan = PlanMemory(cache, options.context + 4 * kDecodeSteps * (options.rounds + 1), 1);
+  if (!plan) return Fail(plan.error());
+  cache.ram_budget = ram_budget != 0 ? std::max(ram_budget, plan->minimum) : std::max(plan->total, plan->minimum);
+  auto opened = Cache::Open(cache);
+  if (!opened) return Fail(opened.error());
+  engine.cache = std::move(*opened);
+  engine.load_ms = MsSince(start);
+  return engine;
+}
+
+Status Feed(Engine* engine, SequenceId sequence, std::span<const Token> tokens, std::vector<float>* logits) {
+  for (size_t at = 0; at < tokens.size(); at += kChunk) {
+    const size_t n = std::min<size_t>(kChunk, tokens.size() - at);
+    const ModelStep step{.sequence = sequence, .tokens = tokens.subspan(at, n), .want_logits = at + n == tokens.size()};
+    KVCELL_RETURN_IF_ERROR(engine->model->Forward(engine->cache.get(), {&step, 1}, logits));
+  }
+  return OkStatus();
+}
+
+Token Likeliest(const std::vector<float>& logits) {
+  return static_cast<Token>(std::ranges::max_element(logits) - logits.begin());
+}
+
+// Milliseconds of each of n decode steps; `between` runs after a step and is counted into it.
+Result<std::vector<double>> Decode(Engine* engine, SequenceId sequence, int n, std::vector<float>* logits,
+                                   const std::function<Status(int)>& between) {
+  std::vector<double> times;
+  for (int i = 0; i < n; ++i) {
+    const Token token = Likeliest(*logits);
+    const auto start = Clock::now();
+    KVCELL_FAIL_IF_ERROR(Feed(engine, sequence, {&token, 1}, logits));
+    if (between) KVCELL_FAIL_IF_ERROR(between(i));
+    times.push_back(MsSince(start));
+  }
+  return times;
+}
+
+Result<std::vector<Token>> PromptTokens(const Model& model, const BenchStoreOptions& options) {
+  std::string text = options.text;
+  for (;;) {
+    auto tokens = model.Tokenize(text, true, false);
+    if (!tokens) return tokens;
+    if (tokens->size() >= static_cast<size_t>(options.context)) {
+      tokens->resize(static_cast<size_t>(options.context));
+      return tokens;
+    }
+    text += text;
+  }
+}
+
+// --- the cold process
+// -------------------------------------------------------------------------------------------------
+
+// What the child tells: times in ms; negative where it failed.
+struct ColdTimes {
+  double model_load = -1;
+  double open = -1;         // the session brought back
+  double first_token = -1;  // from before OpenSession to the logits behind one new token
+  double decode_step = -1;  // warm
+  double reused = -1;       // tokens
+  double peer_load = -1;    // libllama's state file
+  double peer_first_token = -1;
+};
+
+ColdTimes MeasureCold(const BenchStoreOptions& options, const Workplace& place) {
+  ColdTimes times;
+  auto engine = OpenEngine(options, place.store(), 0);
+  if (!engine) return times;
+  times.model_load = engine->load_ms;
+  ForgetPages(place.store() + "/segments");
+  const auto start = Clock::now();
+  auto session = engine->cache->OpenSession(kSession);
+  if (!session || session->logits.empty()) return times;
+  times.open = MsSince(start);
+  std::vector<float> logits = session->logits;
+  const Token token = Likeliest(logits);
+  if (!Feed(&*engine, session->sequence, {&token, 1}, &logits).ok()) return times;
+  times.first_token = MsSince(start);
+  times.reused = static_cast<double>(session->usable);
+  const auto steps = Decode(&*engine, session->sequence, kDecodeSteps, &logits, nullptr);
+  if (steps) times.decode_step = Median(*steps);
+  if (!options.peer) return times;
+  engine->cache.reset();
+  auto peer = Peer::Load(
+      options.model,
+      {.flash_attention = true, .n_threads = options.n_threads, .context = options.context + 4 * kDecodeSteps});
+  if (!peer) return times;
+  ForgetPages(place.peer_file());
+  const auto peer_start = Clock::now();
+  if (!(*peer)->LoadState(place.peer_file()).ok()) return times;
+  times.peer_load = MsSince(peer_start);
+  if (!(*peer)->Decode({&token, 1}, false, &logits).ok()) return times;
+  times.peer_first_token = MsSince(peer_start);
+  return times;
+}
+
+// A child that waits for a word and then measures: forked before this process has loaded anything.
+class ColdProcess {
+ public:
+  static Result<std::unique_ptr<ColdProcess>> Start(const BenchStoreOptions& options, const Workplace& place) {
+    std::array<int, 2> go{}, told{};
+    if (::pipe2(go.data(), O_CLOEXEC) != 0 || ::pipe2(told.data(), O_CLOEXEC) != 0) {
+      return Fail(StatusCode::kIoError, "no pipe for the cold process: raise the limit of open files");
+    }
+    std::unique_ptr<ColdProcess> process(new ColdProcess);
+    process->pid_ = ::fork();
+    if (process->pid_ < 0) return Fail(StatusCode::kIoError, "no process could be started");
+    if (process->pid_ == 0) {
+      ::close(go[1]);
+      char word = 0;
+      if (::read(go[0], &word, 1) != 1) ::_exit(1);  // the parent has ended
+      const ColdTimes times = MeasureCold(options, place);
+      ::_exit(::write(told[1], &times, sizeof(times)) == sizeof(times) ? 0 : 1);
+    }
+    ::close(go[0]);
+    ::close(told[1]);
+    process->go_ = go[1];
+    process->told_ = told[0];
+    return process;
+  }
+  ~ColdProcess() {
+    ::close(go_);
+    ::close(told_);
+    ::waitpid(pid_, nullptr, 0);
+  }
+  ColdProcess(const ColdProcess&) = delete;
+  ColdProcess& operator=(const ColdProcess&) = delete;
+
+  Result<ColdTimes> Run() {
+    ColdTimes times;
+    if (::write(go_, "g", 1) != 1 || ::read(told_, &times, sizeof(times)) != sizeof(times) || times.first_token < 0) {
+      return Fail(StatusCode::kInternal, "the cold process could not resume the session: please report this");
+    }
+    return times;
+  }
+
+ private:
+  ColdProcess() = default;
+  pid_t pid_ = -1;
+  int go_ = -1;
+  int told_ = -1;
+};
+
+// --- the measurement
+// --------------------------------------------------------------------------------------------------
+
+class Bench {
+ public:
+  Bench(const BenchStoreOptions& options, const Workplace& place) : options_(options), place_(place) {}
+
+  Result<BenchStoreResult> Run(ColdProcess* cold) {
+    KVCELL_FAIL_IF_ERROR(Prefill());
+    KVCELL_FAIL_IF_ERROR(Save());
+    if (options_.peer) KVCELL_FAIL_IF_ERROR(PeerSave());
+    KVCELL_FAIL_IF_ERROR(DecodeWhileSaving());
+    engine_.cache.reset();  // gives the session's lock back
+    KVCELL_FAIL_IF_ERROR(Resume(cold));
+    KVCELL_FAIL_IF_ERROR(BeyondRam());
+    return std::move(result_);
+  }
+
+ private:
+  void Stage(const std::string& what) const {
+    if (options_.on_stage) options_.on_stage(what);
+  }
+  void Add(const std::string& name, double value, const std::string& unit, double peer = 0) {
+    result_.rows.push_back({name, value, unit, peer, peer != 0 ? value / peer : 0});
+  }
+
+  Status Prefill() {
+    Stage("computing the prefix");
+    auto engine = OpenEngine(options_, place_.store(), 0);
+    if (!engine) return engine.error();
+    engine_ = std::move(*engine);
+    const auto tokens = PromptTokens(*engine_.model, options_);
+    if (!tokens) return tokens.error();
+    tokens_ = *tokens;
+    const auto sequence = engine_.cache->Create();
+    if (!sequence) return sequence.error();
+    sequence_ = *sequence;
+    const auto start = Clock::now();
+    KVCELL_RETURN_IF_ERROR(Feed(&engine_, sequence_, tokens_, &logits_));
+    prefill_ms_ = MsSince(start);
+    Add("prefill", prefill_ms_, "ms");
+    return OkStatus();
+  }
+
+  Status Save() {
+    Stage("saving");
+    std::vector<double> disk, save;
+    const auto before = WriteSpeed(place_.probe());
+    if (!before) return before.error();
+    const auto start = Clock::now();
+    KVCELL_RETURN_IF_ERROR(engine_.cache->Save(sequence_, kSession, logits_, "{}"));
+    const double ms = MsSince(start);
+    const auto after = WriteSpeed(place_.probe());
+    if (!after) return after.error();
+    const uint64_t bytes = BytesBelow(place_.store() + "/segments");
+    const double speed = std::max(*before, *after);
+    Add("disk_write", speed, "MB/s");
+    Add("save", ms, "ms");
+    Add("save_speed_of_disk", MegabytesPerSecond(bytes, ms), "MB/s", speed);
+    file_bytes_ = bytes + BytesBelow(place_.store()) - BytesBelow(place_.store() + "/segments");
+    Add("file_of_f16", static_cast<double>(file_bytes_), "bytes",
+        static_cast<double>(engine_.cache->Stats().f16_bytes));
+    return OkStatus();
+  }
+
+  Status PeerSave() {
+    Stage("libllama: computing the prefix and saving");
+    auto peer = Peer::Load(
+        options_.model,
+        {.flash_attention = true, .n_threads = options_.n_threads, .context = options_.context + 4 * kDecodeSteps});
+    if (!peer) return peer.error();
+    std::vector<float> logits;
+    const auto start = Clock::now();
+    KVCELL_RETURN_IF_ERROR((*peer)->Decode(tokens_, false, &logits));
+    const double prefill_ms = MsSince(start);
+    const auto save_start = Clock::now();
+    KVCELL_RETURN_IF_ERROR((*peer)->SaveState(place_.peer_file(), tokens_));
+    const int fd = ::open(place_.peer_file().c_str(), O_RDONLY | O_CLOEXEC);
+    if (fd >= 0) {  // as durable as ours is
+      (void)::fdatasync(fd);
+      ::close(fd);
+    }
+    const double save_ms = MsSince(save_start);
+    std::error_code error;
+    const auto bytes = std::filesystem::file_size(place_.peer_file(), error);
+    PairWithPeer("prefill", prefill_ms);
+    PairWithPeer("save", save_ms);
+    Add("file_of_peer_file", static_cast<double>(file_bytes_), "bytes", static_cast<double>(bytes));
+    return OkStatus();
+  }
+  void PairWithPeer(const std::string& name, double peer) {
+    for (auto& row : result_.rows) {
+      if (row.name != name || peer <= 0) continue;
+      row.peer = peer;
+      row.ratio = row.value / peer;
+    }
+  }
+
+  // Rounds with and without a save after every few steps, one after the other; sums, since a save falls on one step.
+  Status DecodeWhileSaving() {
+    Stage("decoding, with saves and without");
+    std::vector<double> ratios, plain_ms;
+    for (int round = 0; round < options_.rounds; ++round) {
+      double sums[2] = {0, 0};
+      for (const int saving : {0, 1}) {
+        const auto steps = Decode(&engine_, sequence_, kDecodeSteps, &logits_, [&](int i) -> Status {
+          if (saving == 0 || i % kSaveEvery != kSaveEvery - 1) return OkStatus();
+          return engine_.cache->Save(sequence_, "growing", logits_, "{}");
+        });
+        if (!steps) return steps.error();
+        for (const double ms : *steps) sums[saving] += ms;
+        if (saving == 0) plain_ms.push_back(Median(*steps));
+      }
+      ratios.push_back(sums[1] / sums[0]);
+    }
+    decode_ms_ = Median(plain_ms);
+    Add("decode_step", decode_ms_, "ms");
+    Add("decode_step_saving_every_16", decode_ms_ * Median(ratios), "ms", decode_ms_);
+    return OkStatus();
+  }
+
+  Status Resume(ColdProcess* cold) {
+    Stage("resuming in a cold process");
+    const double page_in = PageInMs(place_.store() + "/segments");
+    const auto times = cold->Run();
+    if (!times) return times.error();
+    if (times->reused != static_cast<double>(tokens_.size())) {
+      return Status(StatusCode::kInternal,
+                    fmt::format("only {} of {} tokens came back: please report this", times->reused, tokens_.size()));
+    }
+    Add("page_in", page_in, "ms");
+    Add("cold_model_load", times->model_load, "ms");
+    Add("cold_open_session", times->open, "ms", std::max(0.0, times->peer_load));
+    Add("cold_first_token", times->first_token, "ms", std::max(0.0, times->peer_first_token));
+    Add("cold_first_token_of_limit", times->first_token, "ms", 1.5 * times->decode_step + page_in);
+    Add("prefill_of_cold_first_token", prefill_ms_, "ms", times->first_token);
+    return OkStatus();
+  }
+
+  // A quarter of the RAM that the context takes: the rest is attended from the file.
+  Status BeyondRam() {
+    Stage("decoding with a quarter of the RAM");
+    const uint64_t budget = file_bytes_ / 4;
+    auto engine = OpenEngine(options_, place_.store(), budget);
+    if (!engine) return engine.error();
+    auto session = engine->cache->OpenSession(kSession);
+    if (!session) return session.error();
+    std::vector<float> logits = session->logits;
+    const auto before = engine->cache->Stats();
+    const auto steps = Decode(&*engine, session->sequence, kDecodeSteps, &logits, nullptr);
+    if (!steps) return steps.error();
+    const auto after = engine->cache->Stats();
+    const auto ram = static_cast<double>(after.reads_ram - before.reads_ram);
+    const auto file = static_cast<double>(after.reads_file - before.reads_file);
+    Add("decode_step_quarter_ram", Median(*steps), "ms", decode_ms_);
+    Add("cells_read_from_file", file, "cells", file + ram);
+    return OkStatus();
+  }
+
+  const BenchStoreOptions& options_;
+  const Workplace& place_;
+  Engine engine_;
+  SequenceId sequence_ = 0;
+  std::vector<Token> tokens_;
+  std::vector<float> logits_;
+  double prefill_ms_ = 0;
+  double decode_ms_ = 0;
+  uint64_t file_bytes_ = 0;
+  BenchStoreResult result_;
+};
+
+}  // namespace
+
+Result<BenchStoreResult> BenchStore(const BenchStoreOptions& options) {
+  if (options.text.empty() || options.context < 2 * kBlockTokens || options.rounds < 1) {
+    return Fail(StatusCode::kInvalidArgument,
+                fmt::format("bench store needs a text and a context of at least {} tokens", 2 * kBlockTokens));
+  }
+  const auto place = Workplace::Make(options.directory);
+  if (!place) return Fail(place.error());
+  auto cold = ColdProcess::Start(options, *place);
+  if (!cold) return Fail(cold.error());
+  return Bench(options, *place).Run(cold->get());
+}
+
+}  // namespace kvcell
