@@ -231,10 +231,7 @@ class Program {
 
     CLI::App* ctl = Command(&app_, "ctl", "steers a running process from outside: it does so between two steps",
                             "kvcell ctl evict --begin 64 --end 4096");
-    ctl->add_option("command", name_,
-                    "pin (cells stay in RAM), persist (they leave for the store and stay there), unpin (rules decide "
-                    "again), evict (given up), reload (the "
-                    "rule file), stats, cells, metrics or trace")
+    ctl->add_option("command", name_, "pin, persist, unpin, evict, reload, stats, cells, metrics or trace")
         ->required();
     ctl->add_option("--begin", begin_, "evict: first token, rounded up to a block of 64 [0]");
     ctl->add_option("--end", end_, "evict: token behind the last one, rounded down");

@@ -81,10 +81,6 @@ class Usage(CliTest):
                      ["run", "--durability", "forever"], ["plan", "--layers", "2"]):
             self.refused(*args, code=2, words=[])
 
-    def test_options_of_commands_to_come_are_not_offered(self):
-        for option in ("--rules", "--profile"):
-            self.refused("run", option, "x", code=2, words=[option])
-
     def test_an_unknown_command_is_named(self):
         self.refused("bogus", code=2, words=["'bogus'", "sessions"])
         self.refused("sessions", "bogus", "--help", code=2, words=["'bogus'", "export"])
