@@ -22,6 +22,7 @@
 #include "kvcell/geometry.h"
 #include "kvcell/rules.h"
 #include "kvcell/status.h"
+#include "kvcell/tier.h"
 
 namespace kvcell {
 
@@ -64,8 +65,11 @@ struct CacheOptions {
   // computed twice.
   uint64_t prefix_bytes = 0;
   int32_t prefix_roots = 8;  // most different beginnings among these; room for their exact sinks is set aside
-  std::string store;         // directory; needed for sessions and for a budget smaller than the context; "": none
-  uint8_t durability = 1;    // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
+  // Where cells go beyond RAM instead of a store: a tier of the caller's own (kvcell/tier.h). Such a cache has no
+  // store, and so no sessions. Shared with work off the token path; it outlives the cache.
+  std::shared_ptr<CellTier> tier;
+  std::string store;       // directory; needed for sessions and for a budget smaller than the context; "": none
+  uint8_t durability = 1;  // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
   // Secret of an encrypted store, 32 bytes and more; "": not encrypted. Its cells are read through RAM always.
   std::string store_key;
   // Tenant: sessions and blocks of others are neither seen nor shared; "": the common one.
@@ -146,7 +150,7 @@ struct CellInfo {
   CellState state = CellState::kActive;
   bool durable = false;
   std::string k_precision, v_precision;  // "f16", "int4"
-  std::string tier;                      // "ram", "file"
+  std::string tier;                      // "ram", "file"; another tier's own name
   std::string storage_path;              // "" in RAM
   uint64_t offset = 0, length = 0, checksum = 0;
   uint32_t refs = 0, reads = 0;
@@ -250,8 +254,8 @@ class Cache {
   // for another codec, sinks or recent_blocks, which a cache has for life; the old rules then stay in force.
   virtual Status SetRules(std::shared_ptr<const Rules> rules) = 0;
   // Asked from outside, done between two steps. Pin: the sequence's cells stay in RAM whatever the rules say. Persist:
-  // hard MEMORY_PRESSURE on its cells alone, which reads do not bring back to RAM until Pin is called either way. Evict:
-  // its sealed cells in [begin, end) are given up and no longer attended.
+  // hard MEMORY_PRESSURE on its cells alone, which reads do not bring back to RAM until Pin is called either way.
+  // Evict: its sealed cells in [begin, end) are given up and no longer attended.
   virtual Status Pin(SequenceId sequence, bool pinned) = 0;
   virtual Status Persist(SequenceId sequence) = 0;
   virtual Status Evict(SequenceId sequence, int64_t begin, int64_t end) = 0;

@@ -25,6 +25,8 @@ struct AttentionAccess {
                      CellWeight* weights);
   static void Merge(const Partial& from, Partial* into);
   static void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to);
+  static void ToTier(const HeadContext& head, const Partial& state, TierPartial* partial);
+  static Status FromTier(const HeadContext& head, int n_rows, const TierPartial& partial, Partial* state);
   static void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits);
   static void CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass);
 };
@@ -513,6 +515,58 @@ void AttentionAccess::CopyRows(const Partial& from, int from_row, int n_rows, in
   copy(from.rotated_, &to->rotated_, stride);
 }
 
+// Weighted values of one row, both parts in the basis of exact cells: [dv].
+static void PlainValues(const HeadContext& head, std::span<const float> values, std::span<const float> rotated,
+                        float* to) {
+  const auto dv = static_cast<size_t>(head.dv);
+  if (rotated.empty()) {
+    std::copy_n(values.data(), dv, to);
+    return;
+  }
+  std::copy_n(rotated.data(), dv, to);
+  RotateInPlace(head.coded.v, to);
+  for (size_t c = 0; c < dv; ++c) to[c] += values[c];
+}
+
+void AttentionAccess::ToTier(const HeadContext& head, const Partial& state, TierPartial* partial) {
+  const auto n_rows = static_cast<size_t>(state.n_rows_), dv = static_cast<size_t>(head.dv);
+  const auto stride = static_cast<size_t>(state.stride_);
+  partial->max.assign(state.max_.begin(), state.max_.begin() + state.n_rows_);
+  partial->sum.assign(state.sum_.begin(), state.sum_.begin() + state.n_rows_);
+  partial->values.resize(n_rows * dv);
+  const std::span<const float> values = state.values_, rotated = state.rotated_;
+  for (size_t r = 0; r < n_rows; ++r) {
+    PlainValues(head, values.subspan(r * stride, stride),
+                rotated.empty() ? rotated : rotated.subspan(r * stride, stride), partial->values.data() + r * dv);
+  }
+}
+
+Status AttentionAccess::FromTier(const HeadContext& head, int n_rows, const TierPartial& partial, Partial* state) {
+  state->Reset(head, n_rows);
+  const auto rows = static_cast<size_t>(n_rows), dv = static_cast<size_t>(head.dv);
+  if (partial.max.size() != rows || partial.sum.size() != rows || partial.values.size() != rows * dv) {
+    return Status(StatusCode::kCorruption,
+                  fmt::format("the tier answered with {} maxima, {} sums and {} values for {} rows of {}",
+                              partial.max.size(), partial.sum.size(), partial.values.size(), n_rows, head.dv));
+  }
+  const auto finite = [](float x) { return std::isfinite(x); };
+  for (size_t r = 0; r < rows; ++r) {
+    const bool seen = partial.sum[r] > 0.0f;
+    const bool sound =
+        seen ? finite(partial.max[r]) && finite(partial.sum[r]) : partial.sum[r] == 0.0f && partial.max[r] == kNone;
+    if (!sound || !std::all_of(partial.values.begin() + static_cast<std::ptrdiff_t>(r * dv),
+                               partial.values.begin() + static_cast<std::ptrdiff_t>((r + 1) * dv), finite)) {
+      state->Reset(head, n_rows);
+      return Status(StatusCode::kCorruption, fmt::format("row {} of the tier's answer is not a finite sum", r));
+    }
+    if (!seen) continue;
+    state->max_[r] = partial.max[r];
+    state->sum_[r] = partial.sum[r];
+    std::copy_n(partial.values.data() + r * dv, dv, state->values_.data() + r * static_cast<size_t>(state->stride_));
+  }
+  return OkStatus();
+}
+
 void AttentionAccess::Finish(const HeadContext& head, const Partial& state, float* const* out,
                              const float* sink_logits) {
   for (size_t r = 0; r < static_cast<size_t>(state.n_rows_); ++r) {
@@ -525,13 +579,10 @@ void AttentionAccess::Finish(const HeadContext& head, const Partial& state, floa
       std::fill_n(y, dv, 0.0f);
       continue;
     }
-    if (state.rotated_.empty()) {
-      for (size_t c = 0; c < dv; ++c) y[c] = state.values_[at + c] / sum;
-      continue;
-    }
-    std::copy_n(state.rotated_.data() + at, dv, y);
-    RotateInPlace(head.coded.v, y);
-    for (size_t c = 0; c < dv; ++c) y[c] = (y[c] + state.values_[at + c]) / sum;
+    const auto stride = static_cast<size_t>(state.stride_);
+    const std::span<const float> values = state.values_, rotated = state.rotated_;
+    PlainValues(head, values.subspan(at, stride), rotated.empty() ? rotated : rotated.subspan(at, stride), y);
+    for (size_t c = 0; c < dv; ++c) y[c] /= sum;
   }
 }
 
@@ -553,6 +604,14 @@ void Merge(const HeadContext&, const Partial& from, Partial* into) { AttentionAc
 
 void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to) {
   AttentionAccess::CopyRows(from, from_row, n_rows, to_row, to);
+}
+
+void ToTierPartial(const HeadContext& head, const Partial& state, TierPartial* partial) {
+  AttentionAccess::ToTier(head, state, partial);
+}
+
+Status FromTierPartial(const HeadContext& head, int n_rows, const TierPartial& partial, Partial* state) {
+  return AttentionAccess::FromTier(head, n_rows, partial, state);
 }
 
 void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits) {

@@ -15,6 +15,7 @@
 
 #include "codec/cell_layout.h"
 #include "kvcell/status.h"
+#include "kvcell/tier.h"
 
 namespace kvcell {
 
@@ -115,6 +116,11 @@ void Merge(const HeadContext& head, const Partial& from, Partial* into);
 // of one head. So rows that have read some cells together go on apart, with the same result as if each had been alone
 // throughout.
 void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to);
+
+// A state as it travels between a tier that attends to its cells and whoever asked: values in the basis of exact cells.
+void ToTierPartial(const HeadContext& head, const Partial& state, TierPartial* partial);
+// kCorruption where the answer has not n_rows rows of dv finite numbers; `state` is then empty.
+Status FromTierPartial(const HeadContext& head, int n_rows, const TierPartial& partial, Partial* state);
 
 // Writes out[r] = [dv] for every row. A row that saw no token gives zeros. `sink_logits` [n_rows], where given, join
 // each row's softmax denominator without a value (attention sinks as learned logits).

@@ -28,12 +28,15 @@ std::string GeometryText(const Geometry& geometry) {
   return text;
 }
 
-// What rules need of a cache beside themselves.
+// What rules and tiers need of a cache beside themselves.
 Status CheckRulesFit(const CacheOptions& options) {
   const Rules& rules = *options.rules;
   bool keeps = false;
   for (const EvictWindow& window : rules.windows) keeps |= window.keep;
-  if (keeps && options.store.empty()) {
+  if (options.tier != nullptr && !options.store.empty()) {
+    return Status(StatusCode::kInvalidArgument, "a cache has a store or a tier of its own, not both; leave one out");
+  }
+  if (keeps && options.store.empty() && options.tier == nullptr) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("rules `{}` keep evicted cells in the store, but there is none; name one", rules.name));
   }
@@ -90,8 +93,14 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
     cache->store_ = std::move(*store);
     cache->store_->StartScrub(CheckStoredCell, options.scrub_bytes_per_second, nullptr);
   }
-  uint64_t generation = 1;
+  cache->tier_ = options.tier != nullptr ? options.tier.get() : cache->store_.get();
+  uint64_t generation = 1, tier_bytes = 0;
   if (cache->store_ != nullptr) {
+    if (options.rules->file_budget) {
+      const auto stats = cache->store_->Stats();
+      if (!stats) return Fail(stats.error());
+      tier_bytes = static_cast<uint64_t>(std::max<int64_t>(0, stats->segment_bytes));
+    }
     auto next = cache->store_->NextGeneration();
     if (!next) return Fail(next.error());
     generation = *next;
@@ -99,7 +108,8 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
   auto memory = CellMemory::Create(std::move(*map), {.budget = options.ram_budget,
                                                      .scratch_bytes = scratch,
                                                      .shape = shape,
-                                                     .store = cache->store_.get(),
+                                                     .tier = cache->tier_,
+                                                     .tier_bytes = tier_bytes,
                                                      .generation = generation,
                                                      .rules = options.rules,
                                                      .probe = {}});

@@ -92,6 +92,10 @@ struct Worker {
   std::vector<float*> out;
   std::vector<int64_t> begin, end;
   std::vector<CellRef> cells;
+  std::vector<TierQuery::Cell> away;  // cells that their tier attends to
+  std::vector<float> away_q;          // [n_rows][dk]
+  TierPartial answer;
+  Partial answered;
   bool weighs = false;              // this step measures attention mass
   std::vector<CellWeight> weights;  // [cells weighed][n_rows]
   std::vector<int64_t> weighed;     // positions of the cells; -1: the sinks
@@ -185,6 +189,8 @@ class CacheImpl final : public Cache {
   void AttendShared(int layer, const SegmentGroup& group, uint16_t head, size_t from, size_t depth, const float* q,
                     float* out, Worker* worker);
   void FinishSplit(int layer, uint32_t tile, uint16_t head, const float* q, float* out, Worker* worker);
+  Status AttendAway(const LayerCells& layer, uint16_t head, const PreparedQueries& queries, Worker* worker,
+                    Partial* state);
   Status CodedCells(const LayerCells& layer, const Tile& tile, uint16_t head, size_t begin, size_t end,
                     int64_t first_seen, Worker* worker, uint64_t* from_file);
   const Block& BlockAt(const Tile& tile, size_t index) const {
@@ -230,6 +236,7 @@ class CacheImpl final : public Cache {
   Identity identity_;  // options_.identity and what the cache adds
   BlockKey identity_digest_{};
   std::unique_ptr<Store> store_;
+  CellTier* tier_ = nullptr;  // where cells go beyond RAM: the store, the caller's, or nowhere
   std::unique_ptr<CellMemory> memory_;
   std::vector<HeadContext> heads_;                    // [n_cells]: one for each layer and KV head
   std::vector<std::unique_ptr<Sequence>> sequences_;  // by id; null: free

@@ -139,6 +139,7 @@ Status CacheImpl::ExactCells(const LayerCells& layer, const Tile& tile, uint16_t
   const size_t n_recent = std::min(own, static_cast<size_t>(options_.recent_blocks));
   const uint32_t cell_index = layer.first_cell + head;
   worker->cells.clear();
+  worker->away.clear();
   for (size_t b = own - n_recent; b <= own; ++b) {
     const bool in_step = b >= item.first_block;
     const StepBlock* step = in_step ? &item.blocks[b - item.first_block] : nullptr;
@@ -184,6 +185,7 @@ Status CacheImpl::ExactCells(const LayerCells& layer, const Tile& tile, uint16_t
 Status CacheImpl::CodedCells(const LayerCells& layer, const Tile& tile, uint16_t head, size_t begin, size_t end,
                              int64_t first_seen, Worker* worker, uint64_t* from_file) {
   worker->cells.clear();
+  worker->away.clear();
   std::byte* ring = worker->ring.data();
   for (size_t b = begin; b < end; ++b) {
     const Block& block = BlockAt(tile, b);
@@ -198,6 +200,13 @@ Status CacheImpl::CodedCells(const LayerCells& layer, const Tile& tile, uint16_t
       cell.kind = CellRef::Kind::kExact;
       cell.exact = &layer.open;
       cell.bytes = memory_->exact(layer, entry);
+    } else if (entry.coded == kNoSlot && block.places[layer.group] && tier_->Attends()) {
+      worker->away.push_back({.place = *block.places[layer.group],
+                              .position = block.position,
+                              .first = block.position == 0 ? memory_->map().sinks : 0});
+      ++*from_file;
+      memory_->NoteMiss(entry, 1);
+      continue;
     } else {
       auto bytes = memory_->CodedForRead(block, layer, head, ring);
       if (!bytes) return bytes.error();
@@ -213,6 +222,34 @@ Status CacheImpl::CodedCells(const LayerCells& layer, const Tile& tile, uint16_t
     cell.last = kBlockTokens;
     worker->cells.push_back(cell);
   }
+  return OkStatus();
+}
+
+// Adds what the tier makes of the cells that it attends to itself.
+Status CacheImpl::AttendAway(const LayerCells& layer, uint16_t head, const PreparedQueries& queries, Worker* worker,
+                             Partial* state) {
+  if (worker->away.empty()) return OkStatus();
+  const QueryRows& rows = queries.rows();
+  const HeadContext& context = heads_[layer.first_cell + head];
+  const auto n_rows = static_cast<size_t>(rows.n_rows), dk = static_cast<size_t>(context.dk);
+  worker->away_q.resize(n_rows * dk);
+  for (size_t r = 0; r < n_rows; ++r) std::copy_n(rows.q[r], dk, worker->away_q.data() + r * dk);
+  const TierQuery query{.shape = &memory_->map().shapes[layer.group],
+                        .layer_slot = layer.slot(head),
+                        .head = layer.head_in_slot(head),
+                        .model_head = head,
+                        .cells = worker->away,
+                        .n_rows = rows.n_rows,
+                        .head_dim_k = context.dk,
+                        .head_dim_v = context.dv,
+                        .scale = context.scale,
+                        .softcap = context.softcap,
+                        .q = worker->away_q.data(),
+                        .begin = rows.begin,
+                        .end = rows.end};
+  KVCELL_RETURN_IF_ERROR(tier_->Attend(query, &worker->answer));
+  KVCELL_RETURN_IF_ERROR(FromTierPartial(context, rows.n_rows, worker->answer, &worker->answered));
+  Merge(context, worker->answered, state);
   return OkStatus();
 }
 
@@ -246,8 +283,9 @@ Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint1
     }
   }
   ::kvcell::Attend(queries, worker->cells, state, weights);
+  KVCELL_RETURN_IF_ERROR(AttendAway(layer, head, queries, worker, state));
   if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
-  reads_ram_.fetch_add(worker->cells.size() - from_file, std::memory_order_relaxed);
+  reads_ram_.fetch_add(worker->cells.size() + worker->away.size() - from_file, std::memory_order_relaxed);
   return OkStatus();
 }
 
@@ -409,11 +447,13 @@ void CacheImpl::AttendShared(int layer_index, const SegmentGroup& group, uint16_
     uint64_t from_file = 0;
     Status status = CodedCells(layer, tiles_[rows.tiles[0]], head, from, end, *std::ranges::min_element(rows.begin),
                                worker, &from_file);
-    if (!status.ok()) KeepError(std::move(status));
     ::kvcell::Attend(rows.queries, worker->cells, &rows.state);
+    if (status.ok()) status = AttendAway(layer, head, rows.queries, worker, &rows.state);
+    if (!status.ok()) KeepError(std::move(status));
     if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
-    reads_ram_.fetch_add(worker->cells.size() - from_file, std::memory_order_relaxed);
-    reads_shared_.fetch_add(worker->cells.size() * (rows.tiles.size() - 1), std::memory_order_relaxed);
+    reads_ram_.fetch_add(worker->cells.size() + worker->away.size() - from_file, std::memory_order_relaxed);
+    reads_shared_.fetch_add((worker->cells.size() + worker->away.size()) * (rows.tiles.size() - 1),
+                            std::memory_order_relaxed);
   }
   if (worker->shared.size() == depth + 1) worker->shared.push_back(std::make_unique<SharedRows>());
   SharedRows& part = *worker->shared[depth + 1];

@@ -100,7 +100,7 @@ uint64_t StepScratchBytes(const CellMap& map, const CacheOptions& options) {
 }
 
 uint64_t RingBytes(const CellMap& map, const CacheOptions& options) {
-  if (options.store.empty()) return 0;
+  if (options.store.empty() && options.tier == nullptr) return 0;
   uint64_t widest = 0;
   for (const LayerCells& layer : map.layers) widest = std::max<uint64_t>(widest, layer.widest_coded());
   return widest * std::max<uint64_t>(kSegmentBlocks, static_cast<uint64_t>(options.recent_blocks) + 1);

@@ -129,7 +129,7 @@ void CacheImpl::KeepWithinLimits() {
 }
 
 int64_t CacheImpl::Room() const {
-  if (store_ != nullptr) return std::numeric_limits<int64_t>::max();
+  if (tier_ != nullptr) return std::numeric_limits<int64_t>::max();
   return static_cast<int64_t>(memory_->FreeBlocks(tree_.n_idle())) * kBlockTokens;
 }
 

@@ -353,11 +353,13 @@ std::vector<CellInfo> CacheImpl::Inspect(SequenceId id) const {
         const bool exact = !block.sealed || (cell.state == CellState::kActive && cell.exact != kNoSlot);
         info.k_precision = exact ? "f16" : std::string(TypeName(layout.k.spec.type));
         info.v_precision = exact ? "f16" : std::string(TypeName(layout.v.spec.type));
-        info.tier = cell.state == CellState::kPersisted ? "file" : cell.state == CellState::kEvicted ? "" : "ram";
+        info.tier = cell.state == CellState::kPersisted ? std::string(tier_->TierName())
+                    : cell.state == CellState::kEvicted ? ""
+                                                        : "ram";
         info.length = exact ? layer.open.bytes : layout.bytes;
         if (cell.durable && block.places[layer.group]) {
           const auto [path, offset] =
-              store_->Locate(map.shapes[layer.group], *block.places[layer.group], layer.slot(h), layer.head_in_slot(h));
+              tier_->Locate(map.shapes[layer.group], *block.places[layer.group], layer.slot(h), layer.head_in_slot(h));
           info.storage_path = path;
           info.offset = offset;
         }

@@ -12,7 +12,7 @@ bool CellMemory::Start(JobKind kind, std::vector<Block*> blocks) {
   if (blocks.empty() || under_way_[static_cast<size_t>(kind)] > 0) return false;
   const size_t batch = kind == JobKind::kWrite ? kWriteBatch : kCodeBatch;
   if (kind == JobKind::kWrite) {
-    if (options_.store == nullptr) return false;
+    if (options_.tier == nullptr) return false;
     std::erase_if(blocks, [&](const Block* block) { return !NeedsWrite(*block, kFullLayers); });
   }
   if (blocks.size() > batch) blocks.resize(batch);
@@ -66,6 +66,7 @@ bool CellMemory::TakeJobSlots(Job* job) {
 }
 
 void CellMemory::GiveJobSlots(const Job& job) {
+  if (job.slots.empty()) return;  // a write takes none
   for (size_t b = 0; b < job.blocks.size(); ++b) {
     ForEachCell(job.blocks[b], kFullLayers, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
       const Slot slot = job.slots[b * map_.n_cells + layer.first_cell + h];

@@ -93,11 +93,7 @@ Result<std::unique_ptr<CellMemory>> CellMemory::Create(CellMap map, const Option
   }
   for (const auto& pool : memory->exact_) memory->exact_set_aside_ += pool->committed();
   memory->rules_ = options.rules != nullptr ? options.rules : DefaultRules();
-  if (options.store != nullptr && memory->rules_->file_budget) {
-    const auto stats = options.store->Stats();
-    if (!stats) return Fail(stats.error());
-    memory->file_bytes_ = static_cast<uint64_t>(std::max<int64_t>(0, stats->segment_bytes));
-  }
+  memory->file_bytes_ = options.tier_bytes;
   memory->StartSampler();
   memory->NotePeak();
   memory->worker_ = std::thread([m = memory.get()] { m->WorkerLoop(); });
@@ -129,6 +125,9 @@ CellMemory::~CellMemory() {
   worker_.join();
   // What was never taken in: its slots go with the pools, its holds on blocks here.
   for (Job& job : finished_) {
+    if (job.kind == JobKind::kWrite && job.places) {
+      for (const BlockPlace& place : *job.places) options_.tier->DestroyCells(place);
+    }
     for (Block* block : job.blocks) Release(block);
   }
   for (Job& job : queue_) {
@@ -149,9 +148,8 @@ void CellMemory::Release(Block* block) {
   if (--block->refs > 0) return;
   Forget(block);
   for (const CellGroup group : {kFullLayers, kWindowLayers}) EvictGroup(block, group);
-  if (block->places[kFullLayers] || block->places[kWindowLayers]) {
-    options_.store->Release(
-        {.key = block->key, .generation = block->generation, .tokens = block->tokens, .places = block->places});
+  for (const auto& place : block->places) {
+    if (place) options_.tier->DestroyCells(*place);
   }
   for (const LayerCells& layer : map_.layers) {
     if (block->sinks.empty()) break;
@@ -340,7 +338,7 @@ void CellMemory::EvictGroup(Block* block, CellGroup group) {
 bool CellMemory::EvictLayers(Block* block, const Range<int64_t>& layers, int64_t age_tokens) {
   if (block->busy) return false;
   // An extent holds whole blocks: where only some layers are given up, the block is written while it is whole.
-  if (!layers.any() && options_.store != nullptr && NeedsWrite(*block, kFullLayers)) {
+  if (!layers.any() && options_.tier != nullptr && NeedsWrite(*block, kFullLayers)) {
     block->write_wanted = true;
     moved_on_ = true;
     return false;
@@ -466,11 +464,11 @@ uint64_t CellMemory::committed() const {
 void CellMemory::NotePeak() { peak_ = std::max(peak_, committed()); }
 
 Status CellMemory::NoRoom() const {
-  if (options_.store == nullptr) {
+  if (options_.tier == nullptr) {
     return Status(
         StatusCode::kOutOfBudget,
-        fmt::format("the RAM budget of {} bytes is full and there is no store for older cells to go to; raise "
-                    "ram_budget or name a store",
+        fmt::format("the RAM budget of {} bytes is full and there is no store or other tier for older cells to go to; "
+                    "raise ram_budget or name a store",
                     options_.budget));
   }
   return Status(StatusCode::kOutOfBudget,
@@ -563,16 +561,16 @@ Result<std::vector<BlockPlace>> CellMemory::WriteExtent(std::span<Block* const> 
   const uint64_t bytes = blocks.size() * map_.CodedBytesPerBlock(group);
   KVCELL_FAIL_IF_ERROR(CheckFileBudget(bytes));
   std::vector<std::byte> made;
-  auto places = options_.store->AppendExtent(map_.shapes[group], static_cast<uint32_t>(blocks.size()),
-                                             [&](size_t slot, uint32_t b, uint16_t head) {
-                                               const auto& [layer, run] = slots[slot];
-                                               const auto h = static_cast<uint16_t>(run->first_head + head);
-                                               const CellEntry& cell = blocks[b]->cells[layer->first_cell + h];
-                                               if (cell.coded != kNoSlot) return coded(*layer, h, cell);
-                                               made.resize(run->layout.bytes);
-                                               Encode(*blocks[b], *layer, h, made.data());
-                                               return static_cast<const std::byte*>(made.data());
-                                             });
+  auto places = options_.tier->CreateCells(map_.shapes[group], static_cast<uint32_t>(blocks.size()),
+                                           [&](size_t slot, uint32_t b, uint16_t head) {
+                                             const auto& [layer, run] = slots[slot];
+                                             const auto h = static_cast<uint16_t>(run->first_head + head);
+                                             const CellEntry& cell = blocks[b]->cells[layer->first_cell + h];
+                                             if (cell.coded != kNoSlot) return coded(*layer, h, cell);
+                                             made.resize(run->layout.bytes);
+                                             Encode(*blocks[b], *layer, h, made.data());
+                                             return static_cast<const std::byte*>(made.data());
+                                           });
   if (places) file_bytes_.fetch_add(bytes, std::memory_order_relaxed);
   return places;
 }
@@ -622,7 +620,7 @@ Status CellMemory::WriteNow(std::span<Block* const> blocks) {
 }
 
 Status CellMemory::Persist(std::span<Block* const> blocks) {
-  if (options_.store == nullptr) return Status(StatusCode::kInvalidArgument, "there is no store for cells to go to");
+  if (options_.tier == nullptr) return Status(StatusCode::kInvalidArgument, "there is no store for cells to go to");
   KVCELL_RETURN_IF_ERROR(WriteNow(blocks));
   size_t moved = 0;
   bool any_in_ram = false;
@@ -693,8 +691,8 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
     if (sound == 0) break;
     const size_t cell_bytes = run.layout.bytes;
     buffer.resize(sound * run.n_heads * cell_bytes);
-    Status read = options_.store->ReadRun(shape, *blocks[0]->places[group], run.slot, static_cast<uint32_t>(sound),
-                                          buffer.data());
+    Status read =
+        options_.tier->ReadRun(shape, *blocks[0]->places[group], run.slot, static_cast<uint32_t>(sound), buffer.data());
     if (!read.ok()) {
       *damage = std::move(read);
       sound = 0;
@@ -710,11 +708,11 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
           ok = Status(StatusCode::kCorruption, "the cell is of another generation than its block");
         }
         if (!ok.ok()) {
-          const auto [path, offset] = options_.store->Locate(shape, *block.places[group], run.slot, i);
+          const auto [path, offset] = options_.tier->Locate(shape, *block.places[group], run.slot, i);
           *damage = Status(StatusCode::kCorruption, fmt::format("{} at byte {}: layer {}, head {}, tokens {}..{}: {}",
                                                                 path, offset, layer.number, h, block.position,
                                                                 block.position + kBlockTokens - 1, ok.message()));
-          options_.store->ReportDamage(*block.places[group]);
+          options_.tier->ReportDamage(*block.places[group]);
           sound = b;
           break;
         }
@@ -800,12 +798,12 @@ Status CellMemory::ReadVerified(const Block& block, const LayerCells& layer, uin
   const CellSetShape& shape = map_.shapes[layer.group];
   const HeadRun& run = layer.run(head);
   const uint16_t in_slot = layer.head_in_slot(head);
-  KVCELL_RETURN_IF_ERROR(options_.store->ReadCells(shape, *block.places[layer.group], run.slot, in_slot, 1, to));
+  KVCELL_RETURN_IF_ERROR(options_.tier->ReadCells(shape, *block.places[layer.group], run.slot, in_slot, 1, to));
   Status ok =
       VerifyCell({to, run.layout.bytes}, layer.number, head, static_cast<uint64_t>(block.position), block.key.data());
   if (ok.ok()) return ok;
-  options_.store->ReportDamage(*block.places[layer.group]);
-  const auto [path, offset] = options_.store->Locate(shape, *block.places[layer.group], run.slot, in_slot);
+  options_.tier->ReportDamage(*block.places[layer.group]);
+  const auto [path, offset] = options_.tier->Locate(shape, *block.places[layer.group], run.slot, in_slot);
   return Status(ok.code(), fmt::format("{} at byte {}: {}; cut the sequence to {} tokens and append the rest again",
                                        path, offset, ok.message(), block.position));
 }

@@ -54,7 +54,8 @@ class CellMemory {
     uint64_t budget = 0;         // of all cells in RAM; never 0 here
     uint64_t scratch_bytes = 0;  // counted against the budget, allocated by the caller
     MemoryShape shape;
-    Store* store = nullptr;              // null: nothing can leave RAM
+    CellTier* tier = nullptr;            // null: nothing can leave RAM
+    uint64_t tier_bytes = 0;             // of cells that lie there already, for the rules' file budget
     uint64_t generation = 1;             // written into every cell coded here, unless its block has another
     std::shared_ptr<const Rules> rules;  // null: the profile `balanced`
     MemoryProbe probe;                   // what the machine has free; empty: the real one

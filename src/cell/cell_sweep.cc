@@ -91,7 +91,7 @@ bool CellMemory::SweepBlock(Block* block, const CellFacts& block_facts, Sweep* s
       }
     }
   }
-  if (write && options_.store != nullptr) sweep->write.push_back(block);
+  if (write && options_.tier != nullptr) sweep->write.push_back(block);
   if (code) sweep->code.push_back(block);
   if (!there) Forget(block);
   return freed;
@@ -181,7 +181,7 @@ void CellMemory::BalanceInBackground(bool moved_on) {
 void CellMemory::WriteAhead(std::span<Block* const> victims, Sweep* sweep) const {
   const auto soft = static_cast<uint64_t>(rules_->pressure.soft * static_cast<double>(coded_limit()));
   const uint64_t per_block = map_.CodedBytesPerBlock(kFullLayers);
-  if (options_.store == nullptr || used() <= soft || per_block == 0) return;
+  if (options_.tier == nullptr || used() <= soft || per_block == 0) return;
   uint64_t wanted = (used() - soft) / per_block;
   for (Block* block : victims) {
     if (wanted == 0 || sweep->write.size() == kWriteBatch) return;
@@ -226,7 +226,8 @@ bool CellMemory::MayReplicate(Block* block, uint64_t step) {
 void CellMemory::Touched(std::span<Block* const> blocks, uint64_t step) {
   step_ = step;
   if (!rules_->fetches && !rules_->replicates_on_read) return;
-  const bool may_fetch = rules_->fetches && options_.store != nullptr &&
+  // What the tier attends to itself has no need to come back.
+  const bool may_fetch = rules_->fetches && options_.tier != nullptr && !options_.tier->Attends() &&
                          under_way_[static_cast<size_t>(JobKind::kFetch)] == 0 && pressure() == Pressure::kNone;
   const bool may_replicate = rules_->replicates_on_read && under_way_[static_cast<size_t>(JobKind::kReplicate)] == 0 &&
                              pressure() != Pressure::kHard;

@@ -231,8 +231,7 @@ class Program {
 
     CLI::App* ctl = Command(&app_, "ctl", "steers a running process from outside: it does so between two steps",
                             "kvcell ctl evict --begin 64 --end 4096");
-    ctl->add_option("command", name_, "pin, persist, unpin, evict, reload, stats, cells, metrics or trace")
-        ->required();
+    ctl->add_option("command", name_, "pin, persist, unpin, evict, reload, stats, cells, metrics or trace")->required();
     ctl->add_option("--begin", begin_, "evict: first token, rounded up to a block of 64 [0]");
     ctl->add_option("--end", end_, "evict: token behind the last one, rounded down");
     parser_.Offer(ctl, {"pid", "json", "quiet"});
@@ -327,6 +326,12 @@ class Program {
     add("capacity", "the longest context and the largest batch that a memory budget holds, by running until it is hit",
         "kvcell lab capacity -m model.gguf --ram-budget 256MiB",
         {"model", "lab-codecs", "ram-budget", "threads", "json", "quiet"}, LabCapacityCommand);
+    add("growth",
+        "one growing text in f16, coded, and coded with rules and files, under one RAM budget until each fails",
+        "kvcell lab growth -m model.gguf -f text.txt --ram-budget 256MiB --disk-cap 1GiB -o /var/tmp/kvcell-growth",
+        {"model", "lab-text", "growth-stages", "codec", "rules", "profile", "ram-budget", "disk-cap", "lab-output",
+         "threads", "json", "quiet"},
+        LabGrowthCommand);
     add("sweep", "error by granularity and exact area, where attention looks, reading from page cache and disk",
         "kvcell lab sweep -m model.gguf -f text.txt -o /tmp/kvcell-sweep",
         {"model", "lab-text", "from", "lab-tokens", "codec", "lab-output", "weights", "threads", "json", "quiet"},

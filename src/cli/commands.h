@@ -44,6 +44,7 @@ int LabAnswersCommand(const Options& options);
 int LabChoiceCommand(const Options& options);
 int LabLatencyCommand(const Options& options);
 int LabCapacityCommand(const Options& options);
+int LabGrowthCommand(const Options& options);
 int LabSweepCommand(const Options& options);
 int LabReportCommand(const Options& options);
 int LabStreamCommand(const Options& options);

@@ -15,6 +15,7 @@
 #include "cli/text_file.h"
 #include "cli/units.h"
 #include "lab/experiments.h"
+#include "lab/growth.h"
 #include "lab/report.h"
 #include "lab/speed.h"
 #include "lab/tune.h"
@@ -146,6 +147,76 @@ int LabCapacityCommand(const Options& options) {
     PrintJson({{"command", "lab capacity"}, {"budget", budget}, {"sequence_tokens", 1024}, {"rows", list}});
   } else {
     table.Print(stdout);
+  }
+  return 0;
+}
+
+int LabGrowthCommand(const Options& options) {
+  if (options.model.empty() || !options.file) {
+    return Failed(Status(StatusCode::kInvalidArgument, "lab growth needs a model (-m) and a text (-f)"));
+  }
+  auto text = ReadTextFile(*options.file);
+  if (!text) return Failed(text.error());
+  const auto facts = Model::ReadFacts(options.model);
+  if (!facts) return Failed(facts.error());
+  auto rules = RulesFrom(options);
+  if (!rules) return Failed(rules.error());
+  CatchInterrupts();
+  Progress progress("tokens", !options.quiet && !options.json);
+  GrowthOptions growth{.model = options.model,
+                       .text = *std::move(text),
+                       .codec = options.codec,
+                       .rules = *rules,
+                       .directory = options.output,
+                       .n_threads = options.threads,
+                       .should_stop = Stop};
+  if (options.ram_budget > 0) growth.ram_budget = options.ram_budget;
+  if (options.disk_cap > 0) growth.file_budget = options.disk_cap;
+  if (!options.contexts.empty()) growth.stages = options.contexts;
+  std::ranges::sort(growth.stages);
+  growth.on_progress = [&](const std::string&, int64_t tokens) { progress.Show(tokens, growth.stages.back()); };
+  const auto rows = MeasureGrowth(growth);
+  progress.Clear();
+  if (!rows) return Failed(rows.error());
+  const int64_t f16 = rows->front().longest;
+  Table table({"KEPT AS", "TOKENS", "TIMES F16", "KV RAM", "PROCESS", "FILES", "PREFILL", "DECODE", "SAME ANSWER"});
+  table.AlignRight({1, 2, 3, 4, 5, 6, 7, 8});
+  Json list = Json::array();
+  for (const GrowthRow& row : *rows) {
+    Json stages = Json::array();
+    for (const GrowthStage& stage : row.stages) {
+      const bool is_last = &stage == &row.stages.back();
+      table.Add(
+          {row.way, std::to_string(stage.tokens),
+           is_last && f16 > 0 ? fmt::format("{:.2f}", static_cast<double>(row.longest) / static_cast<double>(f16)) : "",
+           FormatSize(stage.kv_ram_bytes), FormatSize(stage.process_bytes), FormatSize(stage.file_bytes),
+           fmt::format("{:.1f}", stage.prefill_tokens_per_s), fmt::format("{:.1f}", stage.decode_tokens_per_s),
+           stage.same_as_f16 < 0 ? "" : fmt::format("{} of {}", stage.same_as_f16, growth.answer_tokens)});
+      stages.push_back({{"tokens", stage.tokens},
+                        {"kv_ram_bytes", stage.kv_ram_bytes},
+                        {"process_bytes", stage.process_bytes},
+                        {"file_bytes", stage.file_bytes},
+                        {"prefill_tokens_per_s", stage.prefill_tokens_per_s},
+                        {"decode_tokens_per_s", stage.decode_tokens_per_s},
+                        {"answer", stage.answer},
+                        {"same_as_f16", stage.same_as_f16}});
+    }
+    list.push_back({{"way", row.way}, {"longest", row.longest}, {"limit", row.limit}, {"stages", stages}});
+  }
+  if (options.json) {
+    PrintJson({{"command", "lab growth"},
+               {"ram_budget", growth.ram_budget},
+               {"file_budget", growth.file_budget},
+               {"context_train", facts->context_train},
+               {"answer_tokens", growth.answer_tokens},
+               {"rows", list}});
+    return 0;
+  }
+  table.Print(stdout);
+  for (const GrowthRow& row : *rows) Print(stdout, "{}: {} tokens; {}\n", row.way, row.longest, row.limit);
+  if (facts->context_train > 0 && rows->back().longest > facts->context_train) {
+    Print(stdout, "The model was trained on {} tokens: beyond these memory and speed count, answers don't.\n",
+          facts->context_train);
   }
   return 0;
 }

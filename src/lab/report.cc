@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <fstream>
 #include <functional>
 #include <map>
@@ -377,6 +378,61 @@ std::string Sweep(const Json& m) {
   return html;
 }
 
+std::string Curve(const Json& m) {
+  constexpr double kMiB = 1048576.0;
+  const auto drawn = [&](std::initializer_list<std::pair<const char*, const char*>> columns) {
+    std::vector<Series> series;
+    for (const auto& [key, name] : columns) {
+      Series s{.name = name};
+      for (const Json& row : Rows(m)) s.points.push_back({At(row, "seconds"), At(row, key) / kMiB, ""});
+      const bool any = std::ranges::any_of(s.points, [](const Point& p) { return p.y > 0; });
+      if (any) series.push_back(std::move(s));
+    }
+    return Chart(series, "seconds", "MiB", false, false);
+  };
+  return fmt::format("<h2>Memory over time</h2><p>{}</p><h3>KV cells by state</h3>", Escaped(TextAt(m, "source"))) +
+         drawn({{"kv_active", "ACTIVE"},
+                {"kv_quantized", "QUANTIZED"},
+                {"kv_persisted", "PERSISTED"},
+                {"kv_recovering", "RECOVERING"},
+                {"kv_ram", "taken in RAM"}}) +
+         "<h3>The process and the machine</h3>" +
+         drawn({{"process_resident", "process, resident"},
+                {"process_anonymous", "process, anonymous"},
+                {"cgroup_used", "memory cgroup, used"},
+                {"gpu_used", "GPU, used"}});
+}
+
+std::string Growth(const Json& m) {
+  std::string html = fmt::format(
+      "<h2>One growing text under one budget</h2><p>{} MiB of RAM for K and V; the model was trained on {} tokens, "
+      "and beyond these only memory and speed count.</p>",
+      Number(At(m, "ram_budget") / 1048576.0), Number(At(m, "context_train")));
+  std::vector<Experiment::Bar> bars;
+  std::vector<Series> speed;
+  for (const Json& row : Rows(m)) {
+    bars.push_back({TextAt(row, "way"), At(row, "longest"), fmt::format("{} tokens", Cell(row["longest"]))});
+    Series s{.name = TextAt(row, "way")};
+    for (const Json& stage : Rows(row, "stages")) {
+      s.points.push_back({At(stage, "tokens"), At(stage, "decode_tokens_per_s"), ""});
+    }
+    speed.push_back(std::move(s));
+  }
+  html += Bars(bars) + "<h3>Decoding as it grows</h3>" + Chart(speed, "tokens", "tokens/s", true, false);
+  for (const Json& row : Rows(m)) {
+    html += fmt::format("<h3>{}</h3><p>Ended by: {}</p>", Escaped(TextAt(row, "way")), Escaped(TextAt(row, "limit")));
+    html += TableOf(Rows(row, "stages"), {{"tokens", "tokens"},
+                                          {"kv_ram_bytes", "KV in RAM"},
+                                          {"process_bytes", "process grew by"},
+                                          {"file_bytes", "in files"},
+                                          {"prefill_tokens_per_s", "prefill tokens/s"},
+                                          {"decode_tokens_per_s", "decode tokens/s"},
+                                          {"same_as_f16", "answer tokens as f16's"},
+                                          {"answer", "answer"}});
+  }
+  return html;
+}
+
 std::string Stats(const Json& m) {
   std::string html = fmt::format("<h2>What K and V look like</h2><p>{}</p>", Escaped(TextAt(m, "source")));
   std::vector<Series> series = {{.name = "K coded alone"}, {.name = "V coded alone"}};
@@ -414,8 +470,10 @@ svg text{font:12px system-ui,sans-serif;fill:#2d3748}
 
 std::string ReportHtml(const ReportInput& input) {
   static const std::map<std::string, std::function<std::string(const Json&)>> kSections = {
-      {"lab quality", Quality}, {"lab error", Error},       {"lab answers", Answers}, {"lab choice", Choice},
-      {"lab latency", Latency}, {"lab capacity", Capacity}, {"lab sweep", Sweep},     {"lab stats", Stats}};
+      {"lab quality", Quality}, {"lab error", Error},     {"lab answers", Answers},
+      {"lab choice", Choice},   {"lab latency", Latency}, {"lab capacity", Capacity},
+      {"lab sweep", Sweep},     {"lab stats", Stats},     {"lab growth", Growth},
+      {"curve", Curve}};
   const auto passed =
       std::count_if(input.experiments.begin(), input.experiments.end(), [](const auto& e) { return e.pass; });
   std::string html =
@@ -436,13 +494,54 @@ std::string ReportHtml(const ReportInput& input) {
   return html + "</body></html>\n";
 }
 
+// The resource curve that `kvcell run --curve` writes: a line of names, then one line of numbers for each moment.
+static Result<nlohmann::json> ReadCurve(std::ifstream& file, const std::string& path, const std::string& names) {
+  const auto split = [](const std::string& line) {
+    std::vector<std::string> fields(1);
+    for (const char c : line) {
+      if (c == ',') {
+        fields.emplace_back();
+      } else if (c != '\r') {
+        fields.back() += c;
+      }
+    }
+    return fields;
+  };
+  const auto columns = split(names);
+  Json rows = Json::array();
+  std::string line;
+  for (int number = 2; std::getline(file, line); ++number) {
+    if (line.empty()) continue;
+    const auto fields = split(line);
+    Json row = Json::object();
+    for (size_t i = 0; i < fields.size() && i < columns.size(); ++i) {
+      char* end = nullptr;
+      row[columns[i]] = std::strtod(fields[i].c_str(), &end);
+      if (end == fields[i].c_str() || *end != '\0') row.erase(columns[i]);
+    }
+    if (fields.size() != columns.size() || row.size() != columns.size()) {
+      return Fail(StatusCode::kCorruption,
+                  fmt::format("{}:{}: a line of the resource curve has {} numbers", path, number, columns.size()));
+    }
+    rows.push_back(std::move(row));
+  }
+  return Json{{"command", "curve"}, {"source", path}, {"rows", std::move(rows)}};
+}
+
 Result<nlohmann::json> ReadMeasurement(const std::string& path) {
   std::ifstream file(path);
   if (!file) return Fail(StatusCode::kNotFound, fmt::format("can't read {}", path));
+  if (std::string first; std::getline(file, first) && first.starts_with("seconds,")) {
+    return ReadCurve(file, path, first);
+  }
+  file.clear();
+  file.seekg(0);
   Json measurement = Json::parse(file, nullptr, /*allow_exceptions=*/false);
   if (!measurement.is_object() || !TextAt(measurement, "command").starts_with("lab ")) {
     return Fail(StatusCode::kCorruption,
-                fmt::format("{} is not what a `kvcell lab` command printed with --json: it has no \"command\"", path));
+                fmt::format("{} is neither what a `kvcell lab` command printed with --json (it has no \"command\") nor "
+                            "what `kvcell run --curve` wrote",
+                            path));
   }
   return measurement;
 }

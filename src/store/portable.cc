@@ -480,7 +480,7 @@ Result<std::string> StoreImpl::Import(const std::string& path, const std::string
     SectionReader reader(**source, session->cells[kind]);
     const CellSetShape& shape = session->shapes[kind];
     const auto places =
-        AppendExtent(shape, static_cast<uint32_t>(with_cells.size()),
+        CreateCells(shape, static_cast<uint32_t>(with_cells.size()),
                      [&](size_t slot, uint32_t, uint16_t) { return reader.Take(shape.layers[slot].cell_bytes); });
     if (!reader.status().ok()) return reader.status();
     if (!places) return places.error();

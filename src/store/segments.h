@@ -45,7 +45,7 @@ struct ExtentRange {
 };
 
 // Gives each cell's bytes in file order; a null pointer stops the append.
-using CellSource = std::function<const std::byte*(size_t layer_slot, uint32_t block, uint16_t head)>;
+using CellSource = CellTier::CellSource;
 
 // Thread-safe.
 class Segments {

@@ -260,9 +260,8 @@ Result<bool> StoreImpl::CollectExtent(const ExtentKey& key, bool erase) {
   return freed->size() == unused.size();
 }
 
-Result<std::vector<BlockPlace>> StoreImpl::AppendExtent(
-    const CellSetShape& shape, uint32_t n_blocks,
-    const std::function<const std::byte*(size_t layer_slot, uint32_t block, uint16_t head)>& cell) {
+Result<std::vector<BlockPlace>> StoreImpl::CreateCells(const CellSetShape& shape, uint32_t n_blocks,
+                                                       const CellSource& cell) {
   if (options_.read_only) return Fail(ReadOnly(path_));
   const auto generation = NextGeneration();
   if (!generation) return Fail(generation.error());

@@ -18,6 +18,7 @@
 #include "base/file.h"
 #include "kvcell/geometry.h"
 #include "kvcell/status.h"
+#include "kvcell/tier.h"
 
 namespace kvcell {
 
@@ -37,26 +38,6 @@ using BlockKey = std::array<uint8_t, 16>;
 using Identity = std::vector<std::pair<std::string, std::string>>;
 // The first field that differs as `field: stored A, now B`; nothing where they are equal.
 std::optional<std::string> IdentityDifference(const Identity& stored, const Identity& now);
-
-// Sizes of one block's cells by layer: what an extent is made of.
-struct CellSetShape {
-  struct Layer {
-    uint16_t layer = 0;       // its number in the model
-    uint16_t n_cells = 0;     // KV heads
-    uint32_t cell_bytes = 0;  // a multiple of 64
-  };
-  std::vector<Layer> layers;
-};
-
-// Where one block's cells of one shape lie: block `index` of an extent of `n_blocks` blocks. Cells are layer-major, so
-// that one layer of the extent's blocks is one run: cell (l, block, head) is at
-//   offset + n_blocks * (bytes of the layers before l) + (index * n_cells(l) + head) * cell_bytes(l).
-struct BlockPlace {
-  uint64_t segment = 0;
-  uint64_t offset = 0;  // of the extent's first cell, 64-byte aligned
-  uint32_t n_blocks = 0;
-  uint32_t index = 0;
-};
 
 // One block of a session as the index keeps it. `places[0]` holds its full-attention layers, `places[1]` its
 // sliding-window layers, absent where a window has already passed the block (or the model has no such layers).
@@ -205,31 +186,31 @@ struct StoreStats {
 };
 
 // Thread-safe unless stated. One object per process and directory; any number of processes.
-class Store {
+class Store : public CellTier {
  public:
   // kNotFound (create = false), kPermission, kIoError, kMismatch (a newer format), kCorruption (the index is damaged
   // beyond reading; its file is left as it is and named).
   static Result<std::unique_ptr<Store>> Open(const std::string& directory, const StoreOptions& options);
-  virtual ~Store() = default;
+  ~Store() override = default;
 
   virtual const std::string& directory() const = 0;
 
-  // Appends an extent of n_blocks blocks to this process's own segment; space is allocated before it is written, so
-  // that a full disk is kNoSpace with nothing changed. `cell(layer_slot, block, head)` gives each cell's bytes, asked
-  // for in file order; layer_slot indexes shape.layers. The cells stay invisible to others until a Commit names them;
-  // if the process ends without one, their space is reclaimed.
-  virtual Result<std::vector<BlockPlace>> AppendExtent(
-      const CellSetShape& shape, uint32_t n_blocks,
-      const std::function<const std::byte*(size_t layer_slot, uint32_t block, uint16_t head)>& cell) = 0;
+  std::string_view TierName() const override { return "file"; }
 
-  // The places that AppendExtent, Load, FindBlock and Commit hand out are held: their bytes stay although other
+  // Appends an extent of n_blocks blocks to this process's own segment; space is allocated before it is written, so
+  // that a full disk is kNoSpace with nothing changed. The cells stay invisible to others until a Commit names them;
+  // if the process ends without one, their space is reclaimed.
+  Result<std::vector<BlockPlace>> CreateCells(const CellSetShape& shape, uint32_t n_blocks,
+                                              const CellSource& cell) override = 0;
+
+  // The places that CreateCells, Load, FindBlock and Commit hand out are held: their bytes stay although other
   // processes remove every session that uses them. Release gives one hold back, once for each time a block was handed
   // out; a place that was never committed loses its space with the last hold. All holds end with this object or its
-  // process.
+  // process. DestroyCells is the same for one place.
   virtual void Release(const BlockRecord& block) = 0;
   // Says that the caller found a block's cells damaged: later Commits of the same key put their own cells in its place
   // instead of sharing it.
-  virtual void ReportDamage(const BlockPlace& place) = 0;
+  void ReportDamage(const BlockPlace& place) override = 0;
   // A committed block with this key and these tokens, held; nothing where there is none. Spares writing cells twice.
   virtual Result<std::optional<BlockRecord>> FindBlock(const BlockKey& key,
                                                        std::span<const Token, kBlockTokens> tokens) = 0;
@@ -249,18 +230,6 @@ class Store {
   // Gives up the ends of chains, longest unused first, until `bytes` of cells are free or nothing that may go is left;
   // returns the bytes freed. Pinned ones and blocks of sessions stay.
   virtual Result<uint64_t> EvictPrefixes(uint64_t bytes) = 0;
-
-  // Reads cells [head_begin, head_begin + n) of one layer of one block into dst [n * cell_bytes]. No check but for
-  // length: the caller verifies. kIoError or kCorruption (file gone or too short).
-  virtual Status ReadCells(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint16_t head_begin,
-                           uint16_t n, std::byte* dst) = 0;
-  // Reads one layer (all heads) of blocks that lie side by side in one extent: indexes [place.index, place.index +
-  // n_blocks).
-  virtual Status ReadRun(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks,
-                         std::byte* dst) = 0;
-  // Path and byte offset of a cell, for people.
-  virtual std::pair<std::string, uint64_t> Locate(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot,
-                                                  uint16_t head) const = 0;
 
   // A generation number that no other write of this store has (monotonic).
   virtual Result<uint64_t> NextGeneration() = 0;

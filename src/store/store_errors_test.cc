@@ -413,9 +413,9 @@ TEST(StoreErrors, AbsurdPlacesAreRefused) {
   EXPECT_EQ(store->ReadRun(shapes[0], good, 0, good.n_blocks + 1, cell.data()).code(), StatusCode::kInvalidArgument);
   const CellSetShape huge{std::vector<CellSetShape::Layer>(60000, {0, 65535, 0xffffffc0})};
   const auto never = [](size_t, uint32_t, uint16_t) -> const std::byte* { return nullptr; };
-  EXPECT_FALSE(store->AppendExtent(huge, 0xffffffff, never));
-  EXPECT_FALSE(store->AppendExtent(CellSetShape{{{0, 1, 65}}}, 1, never));
-  EXPECT_FALSE(store->AppendExtent(CellSetShape{}, 1, never));
+  EXPECT_FALSE(store->CreateCells(huge, 0xffffffff, never));
+  EXPECT_FALSE(store->CreateCells(CellSetShape{{{0, 1, 65}}}, 1, never));
+  EXPECT_FALSE(store->CreateCells(CellSetShape{}, 1, never));
   saved->blocks[0].places[0]->offset += 64;
   saved->blocks[0].key[0] ^= 1;
   EXPECT_EQ(store->Commit(&*saved, shapes.data()).code(), StatusCode::kInvalidArgument) << "a place that nobody holds";

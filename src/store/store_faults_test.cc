@@ -174,7 +174,7 @@ Result<SessionRecord> SaveLargeSession(Store& store, const std::string& name, in
   const std::array<CellSetShape, 2> shapes = {CellSetShape{{{0, 4, 16384}}}, {}};
   SessionRecord record = MakeSession(name, MakeTokens(seed, 256));
   const std::vector<std::byte> cell(16384, std::byte{7});
-  const auto places = store.AppendExtent(shapes[0], 4, [&](size_t, uint32_t, uint16_t) { return cell.data(); });
+  const auto places = store.CreateCells(shapes[0], 4, [&](size_t, uint32_t, uint16_t) { return cell.data(); });
   if (!places) return Fail(places.error());
   for (size_t i = 0; i < 4; ++i) {
     BlockRecord& block = record.blocks.emplace_back();
@@ -204,7 +204,7 @@ TEST(StoreFaults, FullDisk) {
     auto large = MakeSession("large", MakeTokens(9, 64));
     auto shape = SmallShapes()[0];
     const std::vector<std::byte> cell(4096);
-    const auto failed = (*store)->AppendExtent(shape, 100'000, [&](size_t, uint32_t, uint16_t) { return cell.data(); });
+    const auto failed = (*store)->CreateCells(shape, 100'000, [&](size_t, uint32_t, uint16_t) { return cell.data(); });
     if (failed || failed.error().code() != StatusCode::kNoSpace) ::_exit(2);
     int saves = 0;
     for (; saves < 10'000; ++saves) {

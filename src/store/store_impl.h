@@ -30,9 +30,9 @@ class StoreImpl final : public Store {
 
   const std::string& directory() const override { return path_; }
 
-  Result<std::vector<BlockPlace>> AppendExtent(
-      const CellSetShape& shape, uint32_t n_blocks,
-      const std::function<const std::byte*(size_t layer_slot, uint32_t block, uint16_t head)>& cell) override;
+  Result<std::vector<BlockPlace>> CreateCells(const CellSetShape& shape, uint32_t n_blocks,
+                                              const CellSource& cell) override;
+  void DestroyCells(const BlockPlace& place) override { segments_->Release(place); }
   void Release(const BlockRecord& block) override;
   void ReportDamage(const BlockPlace& place) override;
   Result<std::optional<BlockRecord>> FindBlock(const BlockKey& key,

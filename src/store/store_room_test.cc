@@ -21,7 +21,7 @@ Status SaveLarge(Store& store, const std::string& name, int seed, size_t n_block
   const auto shapes = LargeShapes();
   SessionRecord record = MakeSession(name, MakeTokens(seed, n_blocks * kBlockTokens, shared));
   const std::vector<std::byte> cell(kLargeCell, static_cast<std::byte>(seed));
-  const auto places = store.AppendExtent(shapes[0], static_cast<uint32_t>(n_blocks),
+  const auto places = store.CreateCells(shapes[0], static_cast<uint32_t>(n_blocks),
                                          [&](size_t, uint32_t, uint16_t) { return cell.data(); });
   if (!places) return places.error();
   for (size_t i = 0; i < n_blocks; ++i) {

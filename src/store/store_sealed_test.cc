@@ -164,7 +164,7 @@ TEST(SealedStore, EqualCellsLookDifferentEveryTime) {
   auto store = OpenStore(directory.store(), Sealed());
   const CellSetShape shape{{{0, 1, 64}}};
   const std::vector<std::byte> cell(64, std::byte{7});
-  const auto places = store->AppendExtent(shape, 2, [&](size_t, uint32_t, uint16_t) { return cell.data(); });
+  const auto places = store->CreateCells(shape, 2, [&](size_t, uint32_t, uint16_t) { return cell.data(); });
   ASSERT_TRUE(places);
   const std::string bytes = ReadAll(OnlySegment(directory.store()));
   const auto at = [&](size_t i) { return bytes.substr(store->Locate(shape, (*places)[i], 0, 0).second, 64); };

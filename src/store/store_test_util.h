@@ -102,7 +102,7 @@ inline Status AppendBlocks(Store& store, SessionRecord* record, size_t from, siz
     const size_t first = kind == 0 ? from : std::max(from, to - std::min<size_t>(2, to - from));
     if (first == to) continue;
     std::vector<std::byte> cell;
-    const auto places = store.AppendExtent(
+    const auto places = store.CreateCells(
         shapes[kind], static_cast<uint32_t>(to - first), [&](size_t slot, uint32_t block, uint16_t head) {
           const auto& layer = shapes[kind].layers[slot];
           cell = MakeCell(record->blocks[first + block].key, layer.layer, head,

@@ -61,7 +61,7 @@ class Usage(CliTest):
                 "store stats", "store verify", "store compact", "store rm", "prefix ls", "prefix pin", "prefix rm",
                 "bench attention", "bench model", "bench sharing", "bench store", "bench overhead",
                 "lab export", "lab stats", "lab error", "lab quality", "lab answers", "lab choice", "lab latency",
-                "lab capacity", "lab sweep", "lab report", "lab stream", "tune", "info", "config show", "completion bash"]
+                "lab capacity", "lab growth", "lab sweep", "lab report", "lab stream", "tune", "info", "config show", "completion bash"]
 
     def test_help_of_every_command_has_an_example(self):
         for command in self.COMMANDS:

@@ -16,6 +16,7 @@
 #include "lab/answers.h"
 #include "lab/codec_error.h"
 #include "lab/experiments.h"
+#include "lab/growth.h"
 #include "lab/kv_data.h"
 #include "lab/npy.h"
 #include "lab/progress_state.h"
@@ -24,6 +25,7 @@
 #include "lab/speed.h"
 #include "lab/sweep.h"
 #include "lab/tune.h"
+#include "model/model.h"
 #include "tiny_model.h"
 
 namespace kvcell {
@@ -464,6 +466,54 @@ TEST(Report, ReadsMeasurementsAndRefusesOtherFiles) {
   }
   fs::remove(path);
   EXPECT_EQ(ReadMeasurement(path).error().code(), StatusCode::kNotFound);
+}
+
+TEST(Report, DrawsTheResourceCurveAndNamesALineThatIsNone) {
+  const std::string path = TemporaryPath("curve.csv");
+  std::ofstream(path) << "seconds,process_resident,kv_quantized\n0,1048576,0\n0.5,2097152,1048576\n";
+  const auto curve = ReadMeasurement(path);
+  ASSERT_TRUE(curve) << curve.error().message();
+  EXPECT_EQ(curve->at("rows").size(), 2u);
+  const std::string html = ReportHtml({.measurements = {*curve}});
+  EXPECT_THAT(html, HasSubstr("Memory over time"));
+  EXPECT_THAT(html, HasSubstr("QUANTIZED"));
+  EXPECT_EQ(html.find("PERSISTED"), std::string::npos) << "nothing was there to be drawn";
+  for (const char* line : {"1,2", "1,2,x", "1,2,3,4"}) {
+    std::ofstream(path, std::ios::trunc) << "seconds,process_resident,kv_quantized\n0,1,2\n" << line << "\n";
+    const auto bad = ReadMeasurement(path);
+    ASSERT_FALSE(bad) << line;
+    EXPECT_EQ(bad.error().code(), StatusCode::kCorruption);
+    EXPECT_THAT(bad.error().message(), HasSubstr(path + ":3:")) << line;
+  }
+  fs::remove(path);
+}
+
+TEST_F(TinyModelTest, GrowthEndsWhereTheBudgetDoesAndFilesGoFurther) {
+  GrowthOptions options{
+      .model = path_, .text = text_, .stages = {512, 1024, 1u << 20}, .answer_tokens = 4, .n_threads = 1};
+  const auto facts = Model::ReadFacts(path_);
+  ASSERT_TRUE(facts);
+  CacheOptions f16{.geometry = facts->geometry, .codec = *ParseCodec("f16")};
+  f16.max_step_tokens = 512;
+  options.ram_budget = PlanMemory(f16, 700, 1)->total;
+  options.file_budget = uint64_t{1} << 20;
+  options.directory = TemporaryPath("growth");
+  const auto rows = MeasureGrowth(options);
+  ASSERT_TRUE(rows) << rows.error().message();
+  ASSERT_EQ(rows->size(), 3u);
+  for (size_t i = 0; i < rows->size(); ++i) {
+    const GrowthRow& row = (*rows)[i];
+    if (i > 0) EXPECT_GT(row.longest, (*rows)[i - 1].longest) << row.way;
+    EXPECT_NE(row.limit, "the last stage");
+    for (const GrowthStage& stage : row.stages) EXPECT_LE(stage.kv_ram_bytes, options.ram_budget);
+    EXPECT_GE(row.stages[0].same_as_f16, 0);
+  }
+  EXPECT_GE((*rows)[0].longest, 640);
+  EXPECT_LT((*rows)[0].longest, 1024);
+  EXPECT_EQ((*rows)[0].stages[0].same_as_f16, 4) << "f16 answers as itself";
+  EXPECT_LE((*rows)[2].stages.back().file_bytes, options.file_budget);
+  EXPECT_GT((*rows)[2].stages.back().file_bytes, options.file_budget / 2);
+  EXPECT_FALSE(fs::exists(options.directory));
 }
 
 TEST(ProgressState, IsKeptUnderItsKeyAlone) {
