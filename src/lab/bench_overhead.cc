@@ -53,7 +53,8 @@ Result<std::vector<BenchRow>> BenchSweep(const OverheadOptions& options) {
   auto memory = CellMemory::Create(std::move(*map), {.budget = budget,
                                                      .scratch_bytes = 0,
                                                      .shape = shape,
-                                                     .store = nullptr,
+                                                     .tier = nullptr,
+                                                     .tier_bytes = 0,
                                                      .generation = 1,
                                                      .rules = *rules,
                                                      .probe = {}});
