@@ -15,12 +15,13 @@ def tests_in_tree():
         for path in (ROOT / folder).rglob("*_test.cc"):
             for suite, name in re.findall(r"TEST(?:_F|_P)?\(\s*(\w+)\s*,\s*(\w+)\s*\)", path.read_text(encoding="utf-8")):
                 names.add(f"{suite}.{name}")
-    suite = ""
-    for line in (ROOT / "tests/cli/cli_test.py").read_text(encoding="utf-8").splitlines():
-        if match := re.match(r"class (\w+)\(", line):
-            suite = match.group(1)
-        elif match := re.match(r"    def (test_\w+)\(", line):
-            names.add(f"cli:{suite}.{match.group(1)}")
+    for path in (ROOT / "tests/cli").glob("*_test.py"):
+        suite = ""
+        for line in path.read_text(encoding="utf-8").splitlines():
+            if match := re.match(r"class (\w+)\(", line):
+                suite = match.group(1)
+            elif match := re.match(r"    def (test_\w+)\(", line):
+                names.add(f"cli:{suite}.{match.group(1)}")
     return names
 
 
