@@ -170,11 +170,10 @@ struct PrefixUse {
     kWindow,         // sliding-window layers have passed the cells that they would need here
     kReplicas,       // recent_blocks wants exact cells that are not there
     kDamaged,        // the next block failed its checks; `note` says where
-    kNoRoom,         // no RAM for more
   };
   int64_t tokens = 0;      // a multiple of 64; positions [0, tokens) are there
   int64_t from_store = 0;  // of these, read from the store
-  int64_t matched = 0;     // tokens of whole blocks that agreed, before windows, replicas and room had their say
+  int64_t matched = 0;     // tokens of whole blocks that agreed, before windows and replicas had their say
   End end = End::kNothing;
   int64_t differs_at = -1;
   std::string note = {};  // one sentence for people; "" with kWhole

@@ -21,10 +21,12 @@ namespace kvcell {
 using namespace attention_internal;
 
 struct AttentionAccess {
+  class Walk;
   static void Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state,
                      CellWeight* weights);
   static void Merge(const Partial& from, Partial* into);
   static void CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to);
+  static void RowValues(const HeadContext& head, const Partial& state, size_t row, float* to);
   static void ToTier(const HeadContext& head, const Partial& state, TierPartial* partial);
   static Status FromTier(const HeadContext& head, int n_rows, const TierPartial& partial, Partial* state);
   static void Finish(const HeadContext& head, const Partial& state, float* const* out, const float* sink_logits);
@@ -216,38 +218,47 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
   head_ = &head;
   rows_ = rows;
   kernels_ = &ActiveKernels();
-  const SideLayout& k = head.coded.k;
-  const Code code = k.in_place ? CodeOf(k) : kCodeF16;  // what is decoded is attended as exact values are
+  has_coded_ = false;
   const auto n_rows = static_cast<size_t>(rows.n_rows);
   stride_ = Pad16(head.dk);
-  const auto copies = static_cast<size_t>(kernels_->copies);
-  scale_stride_ = k.n_groups * kernels_->copies;
   const auto stride = static_cast<size_t>(stride_);
   Grow(&exact_, n_rows * stride);
-  if (code != kCodeF16) {
-    Grow(&coded_, n_rows * stride);
-    Grow(&scale_, n_rows * static_cast<size_t>(scale_stride_));
-    if (IsLevels(code)) Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
-  }
-  if (code == kCodeInt8) Grow(&int16_, n_rows * stride);
-  if (IsLevels(code)) Grow(&int8_, n_rows * stride * copies);
-
-  const Levels levels = MakeLevels(k.spec);
-  int8_t rounded[kMaxHeadDim];
-
-  first_begin_ = std::numeric_limits<int64_t>::max();
-  last_end_ = std::numeric_limits<int64_t>::min();
+  first_begin_ = first_end_ = std::numeric_limits<int64_t>::max();
+  last_begin_ = last_end_ = std::numeric_limits<int64_t>::min();
   // Scores come out in units of log2; with a softcap as the argument of its tanh.
   const float factor = head.softcap > 0.0f ? head.scale / head.softcap : head.scale * kLog2E;
   for (size_t r = 0; r < n_rows; ++r) {
     first_begin_ = std::min(first_begin_, rows.begin[r]);
+    last_begin_ = std::max(last_begin_, rows.begin[r]);
+    first_end_ = std::min(first_end_, rows.end[r]);
     last_end_ = std::max(last_end_, rows.end[r]);
     float* exact = exact_.data() + r * stride;
-    std::fill_n(exact, stride, 0.0f);
     for (int d = 0; d < head.dk; ++d) exact[d] = rows.q[r][d] * factor;
-    if (code == kCodeF16) continue;
+    std::fill(exact + head.dk, exact + stride, 0.0f);
+  }
+}
+
+void PreparedQueries::PrepareCoded() const {
+  has_coded_ = true;
+  const SideLayout& k = head_->coded.k;
+  const Code code = k.in_place ? CodeOf(k) : kCodeF16;
+  if (code == kCodeF16) return;  // attended as exact values are, as is what has to be decoded
+  const auto n_rows = static_cast<size_t>(rows_.n_rows);
+  const auto copies = static_cast<size_t>(kernels_->copies);
+  scale_stride_ = k.n_groups * kernels_->copies;
+  const auto stride = static_cast<size_t>(stride_);
+  Grow(&coded_, n_rows * stride);
+  Grow(&scale_, n_rows * static_cast<size_t>(scale_stride_));
+  if (code == kCodeInt8) Grow(&int16_, n_rows * stride);
+  if (IsLevels(code)) {
+    Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
+    Grow(&int8_, n_rows * stride * copies);
+  }
+  const Levels levels = MakeLevels(k.spec);
+  int8_t rounded[kMaxHeadDim];
+  for (size_t r = 0; r < n_rows; ++r) {
     float* coded = coded_.data() + r * stride;
-    std::copy_n(exact, stride, coded);
+    std::copy_n(exact_.data() + r * stride, stride, coded);
     RotateInPlace(k, coded);
     for (int g = 0; g < k.n_groups; ++g) {
       const int begin = g * k.spec.group;
@@ -271,11 +282,21 @@ void Partial::Reset(const HeadContext& head, int n_rows) {
   n_rows_ = n_rows;
   stride_ = Pad16(head.dv);
   const auto rows = static_cast<size_t>(n_rows);
-  const size_t values = rows * static_cast<size_t>(stride_);
   max_.assign(rows, kNone);
   sum_.assign(rows, 0.0f);
-  values_.assign(values, 0.0f);
-  rotated_.assign(head.coded.v.rotated() ? values : 0, 0.0f);
+  has_plain_ = has_rotated_ = false;
+}
+
+std::vector<float>* Partial::Plain() {
+  if (!has_plain_) plain_.assign(static_cast<size_t>(n_rows_) * static_cast<size_t>(stride_), 0.0f);
+  has_plain_ = true;
+  return &plain_;
+}
+
+std::vector<float>* Partial::Rotated() {
+  if (!has_rotated_) rotated_.assign(static_cast<size_t>(n_rows_) * static_cast<size_t>(stride_), 0.0f);
+  has_rotated_ = true;
+  return &rotated_;
 }
 
 void Partial::RaiseMax(const KernelSet& kernels, size_t row, float max) {
@@ -283,8 +304,8 @@ void Partial::RaiseMax(const KernelSet& kernels, size_t row, float max) {
     const float factor = std::exp2(max_[row] - max);
     const size_t at = row * static_cast<size_t>(stride_);
     sum_[row] *= factor;
-    kernels.scale(values_.data() + at, stride_, factor);
-    if (!rotated_.empty()) kernels.scale(rotated_.data() + at, stride_, factor);
+    if (has_plain_) kernels.scale(plain_.data() + at, stride_, factor);
+    if (has_rotated_) kernels.scale(rotated_.data() + at, stride_, factor);
   }
   max_[row] = max;
 }
@@ -313,178 +334,261 @@ void PrefetchMetadata(const CellLayout& layout, const std::byte* cell) {
 
 }  // namespace
 
-void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state,
-                             CellWeight* weights) {
-  static thread_local Scratch scratch;
-  const KernelSet& kernels = *queries.kernels_;
-  const HeadContext& head = *queries.head_;
-  const QueryRows& rows = queries.rows_;
-  const CellLayout& coded = head.coded;
-  const auto n_rows = static_cast<size_t>(rows.n_rows);
-  const Levels k_levels = MakeLevels(coded.k.spec), v_levels = MakeLevels(coded.v.spec);
-  const bool plain_scores = head.softcap <= 0.0f && rows.alibi_slope == nullptr;
-  if (weights != nullptr) std::fill_n(weights, cells.size() * n_rows, CellWeight{kNone, 0.0f});
+// One Attend call: cell after cell, and the rows that see one in blocks of neighbours.
+class AttentionAccess::Walk {
+ public:
+  Walk(const PreparedQueries& queries, Partial* state, Scratch* scratch)
+      : scratch_(*scratch),
+        kernels_(*queries.kernels_),
+        queries_(queries),
+        head_(*queries.head_),
+        rows_(queries.rows_),
+        state_(*state),
+        plain_scores_(head_.softcap <= 0.0f && rows_.alibi_slope == nullptr) {}
 
-  for (size_t i = 0; i < cells.size(); ++i) {
-    const CellRef& cell = cells[i];
-    if (cell.last <= cell.first || cell.position + cell.last <= queries.first_begin_ ||
-        cell.position + cell.first >= queries.last_end_) {
-      continue;
+  // `next` is the cell that will follow, or this one; `weights` null or [n_rows].
+  void OverCell(const CellRef& cell, const CellRef& next, CellWeight* weights) {
+    if (cell.last <= cell.first || cell.position + cell.last <= queries_.first_begin_ ||
+        cell.position + cell.first >= queries_.last_end_) {
+      return;
     }
-    const bool is_coded = cell.kind == CellRef::Kind::kCoded;
-    Plane k, v;
-    if (is_coded) {
-      k = {CodeOf(coded.k), cell.bytes + coded.k.codes, nullptr, &coded.k};
-      v = {CodeOf(coded.v), cell.bytes + coded.v.codes, nullptr, &coded.v};
+    SetPlanes(cell, next);
+    SetArguments(cell);
+    const bool seen_by_all =
+        queries_.last_begin_ <= cell.position + cell.first && queries_.first_end_ >= cell.position + cell.last;
+    for (int row = 0; row < rows_.n_rows;) {
+      Block block{.first = row};
+      if (seen_by_all) {
+        block.n = std::min(kMaxRows, rows_.n_rows - row);
+        std::fill_n(block.seen, block.n, Visible{cell.first, cell.last});
+        block.begin = cell.first;
+        block.end = cell.last;
+      } else {
+        FindBlock(cell, &block);
+      }
+      if (block.n == 0) {
+        ++row;
+        continue;
+      }
+      Score(cell, block);
+      Soften(cell, block, weights);
+      AddValues(cell, block);
+      row += block.n;
+    }
+  }
+
+ private:
+  struct Block {
+    int first = 0, n = 0;      // rows
+    int begin = 0, end = 0;    // tokens that any of them sees
+    Visible seen[kMaxRows]{};  // that each does
+  };
+
+  // As many neighbouring rows from block->first on as see something of the cell.
+  void FindBlock(const CellRef& cell, Block* block) const {
+    block->begin = cell.last;
+    block->end = cell.first;
+    for (; block->n < kMaxRows && block->first + block->n < rows_.n_rows; ++block->n) {
+      const Visible seen = VisibleTokens(cell, rows_, block->first + block->n);
+      if (seen.end <= seen.begin) break;
+      block->seen[block->n] = seen;
+      block->begin = std::min(block->begin, seen.begin);
+      block->end = std::max(block->end, seen.end);
+    }
+  }
+
+  void SetPlanes(const CellRef& cell, const CellRef& next) {
+    const CellLayout& coded = head_.coded;
+    is_coded_ = cell.kind == CellRef::Kind::kCoded;
+    if (is_coded_) {
+      if (!queries_.has_coded_) queries_.PrepareCoded();
+      if (!has_levels_) {
+        k_levels_ = MakeLevels(coded.k.spec);
+        v_levels_ = MakeLevels(coded.v.spec);
+        has_levels_ = true;
+      }
+      k_ = {CodeOf(coded.k), cell.bytes + coded.k.codes, nullptr, &coded.k};
+      v_ = {CodeOf(coded.v), cell.bytes + coded.v.codes, nullptr, &coded.v};
     } else {
-      k.codes = cell.bytes;
-      v.codes = cell.bytes + cell.exact->v;
+      k_ = {kCodeF16, cell.bytes, nullptr, nullptr};
+      v_ = {kCodeF16, cell.bytes + cell.exact->v, nullptr, nullptr};
     }
     // Integer codes: V is fetched while K is computed and the next cell's K while V is, so that at most a cell and a
     // half is on its way through L1. f16: memory is the limit, so a whole cell ahead. Where no cell of the same kind
     // follows, this one again (a hit).
-    const CellRef* next = i + 1 < cells.size() && cells[i + 1].kind == cell.kind ? &cells[i + 1] : &cell;
-    const bool same_layout = is_coded || next->exact->bytes == cell.exact->bytes;
-    const std::byte* next_bytes = same_layout ? next->bytes : cell.bytes;
-    const std::byte* next_k = next_bytes + (k.codes - cell.bytes);
-    const std::byte* next_v = next_bytes + (v.codes - cell.bytes);
-    k.prefetch = k.code == kCodeF16 ? next_k : v.codes;
-    v.prefetch = v.code == kCodeF16 ? next_v : next_k;
-    if (is_coded) PrefetchMetadata(coded, next_bytes);
-
-    bool scales_ready = false;
-    for (int r0 = 0; r0 < rows.n_rows;) {
-      // A block: as many neighbouring rows as see something of this cell.
-      Visible seen[kMaxRows];
-      int n = 0;
-      int union_begin = cell.last, union_end = cell.first;
-      for (; n < kMaxRows && r0 + n < rows.n_rows; ++n) {
-        seen[n] = VisibleTokens(cell, rows, r0 + n);
-        if (seen[n].end <= seen[n].begin) break;
-        union_begin = std::min(union_begin, seen[n].begin);
-        union_end = std::max(union_end, seen[n].end);
-      }
-      if (n == 0) {
-        ++r0;
-        continue;
-      }
-      if (!scales_ready) {
-        scales_ready = true;
-        for (const auto& [plane, out] : {std::pair(&k, scratch.k_scale), std::pair(&v, scratch.v_scale)}) {
-          if (plane->code == kCodeF16 || !plane->in_place()) continue;
-          kernels.expand_scales(cell.bytes + plane->side->scales, plane->side->n_groups, plane->side->rows_per_scale,
-                                cell.first, cell.last, out);
-        }
-      }
-
-      const auto at = static_cast<size_t>(n - 1);
-      ScoreArgs score;
-      score.codes = k.codes;
-      if (is_coded) score.codes_high = cell.bytes + coded.k.codes_high;
-      score.prefetch = k.prefetch;
-      score.dim = head.dk;
-      score.dim_padded = queries.stride_;
-      score.begin = union_begin;
-      score.end = union_end;
-      score.n_tokens = is_coded ? kBlockTokens : cell.exact->n_tokens;
-      score.q_stride = queries.stride_;
-      score.bias = scratch.bias;
-      score.scores = scratch.scores;
-      std::fill_n(scratch.bias, kMaxRows, 0.0f);
-      const auto row = static_cast<size_t>(r0);
-      const size_t q_at = row * static_cast<size_t>(queries.stride_);
-      if (k.code == kCodeF16 || !k.in_place()) {
-        score.q = queries.exact_.data() + q_at;
-      } else {
-        if (IsLevels(k.code)) {
-          score.q = queries.int8_.data() + q_at * static_cast<size_t>(kernels.copies);
-          score.q_stride = queries.stride_ * kernels.copies;
-        } else {
-          score.q = queries.int16_.data() + q_at;
-        }
-        score.group = k.side->n_groups == 1 ? kMaxHeadDim : k.side->spec.group;
-        score.n_groups = k.side->n_groups;
-        score.k_scale = scratch.k_scale;
-        score.levels = k_levels.biased.data();
-        score.scale_stride = queries.scale_stride_;
-        score.q_scale = queries.scale_.data() + row * static_cast<size_t>(queries.scale_stride_);
-        score.q_start = queries.start_.data() + row * static_cast<size_t>(queries.scale_stride_);
-        if (k.side->spec.channel_offset) {
-          float offset_scale;
-          std::memcpy(&offset_scale, cell.bytes + offsetof(CellHeader, k_offset_scale), sizeof(offset_scale));
-          kernels.offset_bias[at](cell.bytes + k.side->channel_offset, offset_scale, k.side->dim_padded,
-                                  queries.coded_.data() + q_at, queries.stride_, scratch.bias);
-        }
-      }
-      if (k.in_place()) {
-        kernels.score[k.code][at](score);
-      } else {
-        ScoreDecoded(coded, cell.bytes, union_begin, union_end, n, queries.exact_.data() + q_at, queries.stride_,
-                     scratch.scores);
-      }
-
-      ValueArgs value;
-      value.codes = v.codes;
-      if (is_coded) value.codes_high = cell.bytes + coded.v.codes_high;
-      value.prefetch = v.prefetch;
-      value.dim_padded = state->stride_;
-      value.begin = union_begin;
-      value.end = union_end;
-      value.w = scratch.scores;
-      value.acc_stride = state->stride_;
-      value.acc = is_coded && !state->rotated_.empty() ? state->rotated_.data() : state->values_.data();
-      value.acc += row * static_cast<size_t>(state->stride_);
-      if (v.code != kCodeF16 && v.in_place()) {
-        value.group = v.side->n_groups == 1 ? kMaxHeadDim : v.side->spec.group;
-        value.n_groups = v.side->n_groups;
-        value.levels = v_levels.biased.data();
-        value.w = IsLevels(v.code) ? static_cast<const void*>(scratch.w8) : scratch.w16;
-        value.w_scale = scratch.w_scale;
-        value.w_start = scratch.w_start;
-      }
-      for (int b = 0; b < n; ++b) {
-        if (plain_scores && seen[b].begin == 0 && seen[b].end == kBlockTokens) continue;
-        const size_t r = row + static_cast<size_t>(b);
-        AdjustArgs adjust;
-        adjust.scores = scratch.scores + b * kBlockTokens;
-        adjust.begin = seen[b].begin;
-        adjust.end = seen[b].end;
-        adjust.softcap = head.softcap > 0.0f ? head.softcap * kLog2E : 0.0f;
-        if (rows.alibi_slope != nullptr) {
-          adjust.has_slope = true;
-          adjust.slope = rows.alibi_slope[r] * kLog2E;
-          adjust.first_distance = static_cast<float>(cell.position - (rows.end[r] - 1));
-        }
-        kernels.adjust(adjust);
-      }
-      float max[kMaxRows], sum[kMaxRows];
-      std::copy_n(state->max_.data() + row, n, max);
-      kernels.softmax[at](scratch.scores, max, sum);
-      for (int b = 0; b < n; ++b) {
-        const size_t r = row + static_cast<size_t>(b);
-        if (max[b] > state->max_[r]) state->RaiseMax(kernels, r, max[b]);
-        state->sum_[r] += sum[b];
-        if (weights != nullptr) weights[i * n_rows + r] = {max[b], sum[b]};
-      }
-      if (!v.in_place()) {
-        ValueDecoded(coded, cell.bytes, union_begin, union_end, n, scratch.scores, value.acc, value.acc_stride);
-        r0 += n;
-        continue;
-      }
-      if (IsLevels(v.code)) {
-        kernels.weights8[at](scratch.scores, scratch.v_scale, value.n_groups, v_levels, scratch.w8, scratch.w_scale,
-                             scratch.w_start);
-      } else if (v.code == kCodeInt8) {
-        kernels.weights16[at](scratch.scores, scratch.v_scale, value.n_groups, scratch.w16, scratch.w_scale);
-      }
-      kernels.value[v.code][at](value);
-      r0 += n;
+    const bool same_layout = next.kind == cell.kind && (is_coded_ || next.exact->bytes == cell.exact->bytes);
+    const std::byte* next_bytes = same_layout ? next.bytes : cell.bytes;
+    const std::byte* next_k = next_bytes + (k_.codes - cell.bytes);
+    const std::byte* next_v = next_bytes + (v_.codes - cell.bytes);
+    k_.prefetch = k_.code == kCodeF16 ? next_k : v_.codes;
+    v_.prefetch = v_.code == kCodeF16 ? next_v : next_k;
+    if (!is_coded_) return;
+    PrefetchMetadata(coded, next_bytes);
+    for (const auto& [plane, out] : {std::pair(&k_, scratch_.k_scale), std::pair(&v_, scratch_.v_scale)}) {
+      if (plane->code == kCodeF16 || !plane->in_place()) continue;
+      kernels_.expand_scales(cell.bytes + plane->side->scales, plane->side->n_groups, plane->side->rows_per_scale,
+                             cell.first, cell.last, out);
     }
+  }
+
+  // What the kernels are told of a cell, whichever the rows.
+  void SetArguments(const CellRef& cell) {
+    score_ = ScoreArgs{};
+    score_.codes = k_.codes;
+    score_.codes_high = is_coded_ ? cell.bytes + head_.coded.k.codes_high : nullptr;
+    score_.prefetch = k_.prefetch;
+    score_.dim = head_.dk;
+    score_.dim_padded = queries_.stride_;
+    score_.n_tokens = is_coded_ ? kBlockTokens : cell.exact->n_tokens;
+    score_.q_stride = queries_.stride_;
+    score_.bias = scratch_.bias;
+    score_.scores = scratch_.scores;
+    std::fill_n(scratch_.bias, kMaxRows, 0.0f);
+    if (k_.code != kCodeF16 && k_.in_place()) {
+      if (IsLevels(k_.code)) score_.q_stride = queries_.stride_ * kernels_.copies;
+      score_.group = k_.side->n_groups == 1 ? kMaxHeadDim : k_.side->spec.group;
+      score_.n_groups = k_.side->n_groups;
+      score_.k_scale = scratch_.k_scale;
+      score_.levels = k_levels_.biased.data();
+      score_.scale_stride = queries_.scale_stride_;
+      if (k_.side->spec.channel_offset) {
+        std::memcpy(&offset_scale_, cell.bytes + offsetof(CellHeader, k_offset_scale), sizeof(offset_scale_));
+      }
+    }
+    value_ = ValueArgs{};
+    value_.codes = v_.codes;
+    value_.codes_high = is_coded_ ? cell.bytes + head_.coded.v.codes_high : nullptr;
+    value_.prefetch = v_.prefetch;
+    value_.dim_padded = state_.stride_;
+    value_.acc_stride = state_.stride_;
+    value_.w = scratch_.scores;
+    if (v_.code != kCodeF16 && v_.in_place()) {
+      value_.group = v_.side->n_groups == 1 ? kMaxHeadDim : v_.side->spec.group;
+      value_.n_groups = v_.side->n_groups;
+      value_.levels = v_levels_.biased.data();
+      value_.w = IsLevels(v_.code) ? static_cast<const void*>(scratch_.w8) : scratch_.w16;
+      value_.w_scale = scratch_.w_scale;
+      value_.w_start = scratch_.w_start;
+    }
+    values_ = is_coded_ && head_.coded.v.rotated() ? state_.Rotated()->data() : state_.Plain()->data();
+  }
+
+  // scratch_.scores = q . k of a block of rows.
+  void Score(const CellRef& cell, const Block& block) {
+    const auto row = static_cast<size_t>(block.first), at = static_cast<size_t>(block.n - 1);
+    const size_t q_at = row * static_cast<size_t>(queries_.stride_);
+    if (!k_.in_place()) {
+      ScoreDecoded(head_.coded, cell.bytes, block.begin, block.end, block.n, queries_.exact_.data() + q_at,
+                   queries_.stride_, scratch_.scores);
+      return;
+    }
+    score_.begin = block.begin;
+    score_.end = block.end;
+    if (k_.code == kCodeF16) {
+      score_.q = queries_.exact_.data() + q_at;
+    } else {
+      score_.q = IsLevels(k_.code)
+                     ? static_cast<const void*>(queries_.int8_.data() + q_at * static_cast<size_t>(kernels_.copies))
+                     : queries_.int16_.data() + q_at;
+      const size_t scale_at = row * static_cast<size_t>(queries_.scale_stride_);
+      score_.q_scale = queries_.scale_.data() + scale_at;
+      score_.q_start = queries_.start_.data() + scale_at;
+      if (k_.side->spec.channel_offset) {
+        kernels_.offset_bias[at](cell.bytes + k_.side->channel_offset, offset_scale_, k_.side->dim_padded,
+                                 queries_.coded_.data() + q_at, queries_.stride_, scratch_.bias);
+      }
+    }
+    kernels_.score[k_.code][at](score_);
+  }
+
+  // Scores become weights; the state's maxima and sums follow.
+  void Soften(const CellRef& cell, const Block& block, CellWeight* weights) {
+    const auto row = static_cast<size_t>(block.first);
+    for (int b = 0; b < block.n; ++b) {
+      const Visible& seen = block.seen[b];
+      if (plain_scores_ && seen.begin == 0 && seen.end == kBlockTokens) continue;
+      const size_t r = row + static_cast<size_t>(b);
+      AdjustArgs adjust;
+      adjust.scores = scratch_.scores + b * kBlockTokens;
+      adjust.begin = seen.begin;
+      adjust.end = seen.end;
+      adjust.softcap = head_.softcap > 0.0f ? head_.softcap * kLog2E : 0.0f;
+      if (rows_.alibi_slope != nullptr) {
+        adjust.has_slope = true;
+        adjust.slope = rows_.alibi_slope[r] * kLog2E;
+        adjust.first_distance = static_cast<float>(cell.position - (rows_.end[r] - 1));
+      }
+      kernels_.adjust(adjust);
+    }
+    float max[kMaxRows], sum[kMaxRows];
+    std::copy_n(state_.max_.data() + row, block.n, max);
+    kernels_.softmax[static_cast<size_t>(block.n - 1)](scratch_.scores, max, sum);
+    for (int b = 0; b < block.n; ++b) {
+      const size_t r = row + static_cast<size_t>(b);
+      if (max[b] > state_.max_[r]) state_.RaiseMax(kernels_, r, max[b]);
+      state_.sum_[r] += sum[b];
+      if (weights != nullptr) weights[r] = {max[b], sum[b]};
+    }
+  }
+
+  // The state's values += weights . v of a block of rows.
+  void AddValues(const CellRef& cell, const Block& block) {
+    const auto at = static_cast<size_t>(block.n - 1);
+    value_.acc = values_ + static_cast<size_t>(block.first) * static_cast<size_t>(state_.stride_);
+    if (!v_.in_place()) {
+      ValueDecoded(head_.coded, cell.bytes, block.begin, block.end, block.n, scratch_.scores, value_.acc,
+                   value_.acc_stride);
+      return;
+    }
+    value_.begin = block.begin;
+    value_.end = block.end;
+    if (IsLevels(v_.code)) {
+      kernels_.weights8[at](scratch_.scores, scratch_.v_scale, value_.n_groups, v_levels_, scratch_.w8,
+                            scratch_.w_scale, scratch_.w_start);
+    } else if (v_.code == kCodeInt8) {
+      kernels_.weights16[at](scratch_.scores, scratch_.v_scale, value_.n_groups, scratch_.w16, scratch_.w_scale);
+    }
+    kernels_.value[v_.code][at](value_);
+  }
+
+  Scratch& scratch_;
+  const KernelSet& kernels_;
+  const PreparedQueries& queries_;
+  const HeadContext& head_;
+  const QueryRows& rows_;
+  Partial& state_;
+  const bool plain_scores_;
+  bool has_levels_ = false;
+  Levels k_levels_, v_levels_;
+
+  // Of the cell at hand.
+  bool is_coded_ = false;
+  Plane k_, v_;
+  float offset_scale_ = 0.0f;
+  ScoreArgs score_;
+  ValueArgs value_;
+  float* values_ = nullptr;
+};
+
+void AttentionAccess::Attend(const PreparedQueries& queries, std::span<const CellRef> cells, Partial* state,
+                             CellWeight* weights) {
+  const auto n_rows = static_cast<size_t>(queries.rows_.n_rows);
+  if (weights != nullptr) std::fill_n(weights, cells.size() * n_rows, CellWeight{kNone, 0.0f});
+  static thread_local Scratch scratch;
+  Walk walk(queries, state, &scratch);
+  for (size_t i = 0; i < cells.size(); ++i) {
+    walk.OverCell(cells[i], cells[std::min(i + 1, cells.size() - 1)],
+                  weights == nullptr ? nullptr : weights + i * n_rows);
   }
 }
 
 void AttentionAccess::Merge(const Partial& from, Partial* into) {
   const auto stride = static_cast<size_t>(into->stride_);
+  // Values that nobody has added to are zeros, which need no adding up.
+  const std::pair<const std::vector<float>*, std::vector<float>*> sides[] = {
+      {from.has_plain_ ? &from.plain_ : nullptr, from.has_plain_ || into->has_plain_ ? into->Plain() : nullptr},
+      {from.has_rotated_ ? &from.rotated_ : nullptr,
+       from.has_rotated_ || into->has_rotated_ ? into->Rotated() : nullptr}};
   for (size_t r = 0; r < static_cast<size_t>(into->n_rows_); ++r) {
     if (from.max_[r] == kNone && from.sum_[r] == 0.0f) continue;
     const float max = std::max(from.max_[r], into->max_[r]);
@@ -492,53 +596,63 @@ void AttentionAccess::Merge(const Partial& from, Partial* into) {
     const float b = std::exp2(from.max_[r] - max);
     into->max_[r] = max;
     into->sum_[r] = into->sum_[r] * a + from.sum_[r] * b;
-    const auto add = [&](const std::vector<float>& x, std::vector<float>* y) {
-      if (y->empty()) return;
-      for (size_t c = r * stride; c < (r + 1) * stride; ++c) (*y)[c] = (*y)[c] * a + x[c] * b;
-    };
-    add(from.values_, &into->values_);
-    add(from.rotated_, &into->rotated_);
+    for (const auto& [x, y] : sides) {
+      if (y == nullptr) continue;
+      const float* theirs = x == nullptr ? nullptr : x->data() + r * stride;
+      float* ours = y->data() + r * stride;
+      if (theirs == nullptr) {
+        for (size_t c = 0; c < stride; ++c) ours[c] = ours[c] * a;
+      } else {
+        for (size_t c = 0; c < stride; ++c) ours[c] = ours[c] * a + theirs[c] * b;
+      }
+    }
   }
 }
 
 void AttentionAccess::CopyRows(const Partial& from, int from_row, int n_rows, int to_row, Partial* to) {
   const auto copy = [&](const std::vector<float>& source, std::vector<float>* target, size_t width) {
-    if (target->empty()) return;
     std::copy_n(source.begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(from_row) * width),
                 static_cast<size_t>(n_rows) * width,
                 target->begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(to_row) * width));
   };
   const auto stride = static_cast<size_t>(to->stride_);
+  const auto clear = [&](std::vector<float>* target) {
+    std::fill_n(target->begin() + static_cast<std::ptrdiff_t>(static_cast<size_t>(to_row) * stride),
+                static_cast<size_t>(n_rows) * stride, 0.0f);
+  };
   copy(from.max_, &to->max_, 1);
   copy(from.sum_, &to->sum_, 1);
-  copy(from.values_, &to->values_, stride);
-  copy(from.rotated_, &to->rotated_, stride);
+  if (from.has_plain_) {
+    copy(from.plain_, to->Plain(), stride);
+  } else if (to->has_plain_) {
+    clear(&to->plain_);
+  }
+  if (from.has_rotated_) {
+    copy(from.rotated_, to->Rotated(), stride);
+  } else if (to->has_rotated_) {
+    clear(&to->rotated_);
+  }
 }
 
 // Weighted values of one row, both parts in the basis of exact cells: [dv].
-static void PlainValues(const HeadContext& head, std::span<const float> values, std::span<const float> rotated,
-                        float* to) {
+void AttentionAccess::RowValues(const HeadContext& head, const Partial& state, size_t row, float* to) {
   const auto dv = static_cast<size_t>(head.dv);
-  if (rotated.empty()) {
-    std::copy_n(values.data(), dv, to);
-    return;
+  const size_t at = row * static_cast<size_t>(state.stride_);
+  std::fill_n(to, dv, 0.0f);
+  if (state.has_rotated_) {
+    std::copy_n(state.rotated_.data() + at, dv, to);
+    RotateInPlace(head.coded.v, to);
   }
-  std::copy_n(rotated.data(), dv, to);
-  RotateInPlace(head.coded.v, to);
-  for (size_t c = 0; c < dv; ++c) to[c] += values[c];
+  if (!state.has_plain_) return;
+  for (size_t c = 0; c < dv; ++c) to[c] += state.plain_[at + c];
 }
 
 void AttentionAccess::ToTier(const HeadContext& head, const Partial& state, TierPartial* partial) {
   const auto n_rows = static_cast<size_t>(state.n_rows_), dv = static_cast<size_t>(head.dv);
-  const auto stride = static_cast<size_t>(state.stride_);
   partial->max.assign(state.max_.begin(), state.max_.begin() + state.n_rows_);
   partial->sum.assign(state.sum_.begin(), state.sum_.begin() + state.n_rows_);
   partial->values.resize(n_rows * dv);
-  const std::span<const float> values = state.values_, rotated = state.rotated_;
-  for (size_t r = 0; r < n_rows; ++r) {
-    PlainValues(head, values.subspan(r * stride, stride),
-                rotated.empty() ? rotated : rotated.subspan(r * stride, stride), partial->values.data() + r * dv);
-  }
+  for (size_t r = 0; r < n_rows; ++r) RowValues(head, state, r, partial->values.data() + r * dv);
 }
 
 Status AttentionAccess::FromTier(const HeadContext& head, int n_rows, const TierPartial& partial, Partial* state) {
@@ -562,16 +676,15 @@ Status AttentionAccess::FromTier(const HeadContext& head, int n_rows, const Tier
     if (!seen) continue;
     state->max_[r] = partial.max[r];
     state->sum_[r] = partial.sum[r];
-    std::copy_n(partial.values.data() + r * dv, dv, state->values_.data() + r * static_cast<size_t>(state->stride_));
+    std::copy_n(partial.values.data() + r * dv, dv, state->Plain()->data() + r * static_cast<size_t>(state->stride_));
   }
   return OkStatus();
 }
 
 void AttentionAccess::Finish(const HeadContext& head, const Partial& state, float* const* out,
                              const float* sink_logits) {
+  const auto dv = static_cast<size_t>(head.dv);
   for (size_t r = 0; r < static_cast<size_t>(state.n_rows_); ++r) {
-    const auto dv = static_cast<size_t>(head.dv);
-    const size_t at = r * static_cast<size_t>(state.stride_);
     float* y = out[r];
     float sum = state.sum_[r];
     if (sink_logits != nullptr) sum += std::exp2(sink_logits[r] * kLog2E - state.max_[r]);
@@ -579,10 +692,9 @@ void AttentionAccess::Finish(const HeadContext& head, const Partial& state, floa
       std::fill_n(y, dv, 0.0f);
       continue;
     }
-    const auto stride = static_cast<size_t>(state.stride_);
-    const std::span<const float> values = state.values_, rotated = state.rotated_;
-    PlainValues(head, values.subspan(at, stride), rotated.empty() ? rotated : rotated.subspan(at, stride), y);
-    for (size_t c = 0; c < dv; ++c) y[c] /= sum;
+    RowValues(head, state, r, y);
+    // Whether zeros have been added on the way depends on what other rows read: the addition here leaves no -0.
+    for (size_t c = 0; c < dv; ++c) y[c] = (y[c] + 0.0f) / sum;
   }
 }
 

@@ -51,10 +51,11 @@ struct QueryRows {
   const float* alibi_slope = nullptr;  // [n_rows] or null: score += slope * (position - (end[r] - 1))
 };
 
-// Queries in the forms that the kernels read (rotated, rounded to integers with their scales, their sums), made once
-// per tile. `head` and the arrays of `rows` must live as long as the queries are attended with; the q vectors are
-// copied. A row that holds a NaN or an infinity gives NaN in that row's output and touches no other row. The memory
-// grows once and is reused.
+// Queries in the forms that the kernels read, made once per tile: plain for exact cells; rotated, rounded to integers
+// with their scales and their sums when the first coded cell asks for them. `head` and the arrays of `rows` must live
+// as long as the queries are attended with; the q vectors are copied. A row that holds a NaN or an infinity gives NaN
+// in that row's output and touches no other row. The memory grows once and is reused. One thread at a time attends with
+// them.
 class PreparedQueries {
  public:
   void Prepare(const HeadContext& head, const QueryRows& rows);
@@ -63,19 +64,23 @@ class PreparedQueries {
 
  private:
   friend struct AttentionAccess;
+  void PrepareCoded() const;
+
   const HeadContext* head_ = nullptr;
   const attention_internal::KernelSet* kernels_ = nullptr;
   QueryRows rows_;
-  int32_t stride_ = 0;  // elements from row to row of the arrays below
-  int32_t scale_stride_ = 0;
-  int64_t first_begin_ = 0;  // the union of what the rows see
-  int64_t last_end_ = 0;
-  std::vector<float> exact_;    // [n_rows][stride] plain, score scale folded in: for exact cells
-  std::vector<float> coded_;    // [n_rows][stride] rotated, score scale folded in: for offsets and f16 codes
-  std::vector<int16_t> int16_;  // [n_rows][stride] rounded per group: for int8 codes
-  std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int2 to int6 codes
-  std::vector<float> scale_;    // [n_rows][n_groups][copies] of the rounded forms
-  std::vector<int32_t> start_;  // the same: what a group's integer sum starts from (level bias taken off)
+  int32_t stride_ = 0;                      // elements from row to row of the arrays below
+  int64_t first_begin_ = 0, last_end_ = 0;  // what any row sees
+  int64_t last_begin_ = 0, first_end_ = 0;  // what all rows see
+  std::vector<float> exact_;  // [n_rows][stride] plain, score scale folded in: for exact cells and f16 codes
+  // What PrepareCoded makes.
+  mutable bool has_coded_ = false;
+  mutable int32_t scale_stride_ = 0;
+  mutable std::vector<float> coded_;    // [n_rows][stride] rotated, score scale folded in: for offsets
+  mutable std::vector<int16_t> int16_;  // [n_rows][stride] rounded per group: for int8 codes
+  mutable std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int2 to int6 codes
+  mutable std::vector<float> scale_;    // [n_rows][n_groups][copies] of the rounded forms
+  mutable std::vector<int32_t> start_;  // the same: what a group's integer sum starts from (level bias taken off)
 };
 
 // Running softmax state of n_rows rows: maximum score, sum of weights, weighted values (rotated and plain kept apart,
@@ -89,12 +94,17 @@ class Partial {
   friend struct AttentionAccess;
   // Makes `max` the reference that a row's sums are relative to.
   void RaiseMax(const attention_internal::KernelSet& kernels, size_t row, float max);
+  // Zeros at first.
+  std::vector<float>* Plain();
+  std::vector<float>* Rotated();
 
   int32_t n_rows_ = 0;
-  int32_t stride_ = 0;          // padded dv
-  std::vector<float> max_;      // [n_rows] of scores in units of log2; -inf: no token seen
-  std::vector<float> sum_;      // [n_rows]
-  std::vector<float> values_;   // [n_rows][stride] in the basis of exact cells
+  int32_t stride_ = 0;      // padded dv
+  std::vector<float> max_;  // [n_rows] of scores in units of log2; -inf: no token seen
+  std::vector<float> sum_;  // [n_rows]
+  // Weighted values. Cells of one kind add to one of the two, so that the other often stays empty.
+  bool has_plain_ = false, has_rotated_ = false;
+  std::vector<float> plain_;    // [n_rows][stride] in the basis of exact cells
   std::vector<float> rotated_;  // [n_rows][stride] in the basis of coded cells, where that is another one
 };
 

@@ -14,15 +14,19 @@ namespace kvcell {
 // processors).
 class Barrier {
  public:
-  // Returns when n_parts threads have called it. What each did before is visible to all after.
-  void Wait(int n_parts) {
-    if (n_parts <= 1) return;
+  // One of n_parts threads is there. It goes on with what needs none of the others until it calls Await with what this
+  // returns.
+  uint32_t Arrive(int n_parts) {
     const uint32_t round = round_.load(std::memory_order_relaxed);
     if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == n_parts) {
       arrived_.store(0, std::memory_order_relaxed);
       round_.fetch_add(1, std::memory_order_release);
-      return;
     }
+    return round;
+  }
+
+  // Returns when all have arrived. What each did before is visible then.
+  void Await(uint32_t round) const {
     for (int spins = 0; round_.load(std::memory_order_acquire) == round; ++spins) {
       if (spins < kSpins) {
         Pause();

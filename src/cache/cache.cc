@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -489,8 +490,15 @@ void CacheImpl::PlanGroups() {
     }
   }
   // The dearest first, so that no thread is left with one at the end.
-  std::stable_sort(groups_.begin(), groups_.end(),
-                   [](const SegmentGroup& a, const SegmentGroup& b) { return a.tiles.size() > b.tiles.size(); });
+  std::ranges::stable_sort(groups_, std::greater<>(), [](const SegmentGroup& group) { return group.tiles.size(); });
+  const auto of_the_past = [&](const SegmentGroup& group) {
+    return std::ranges::all_of(group.tiles, [&](uint32_t t) {
+      const size_t end = (tiles_[t].first_segment + static_cast<size_t>(group.segment) + 1) * kSegmentBlocks;
+      return std::min(tiles_[t].n_coded, end) <= tiles_[t].owner->first_block;
+    });
+  };
+  const auto rest = std::stable_partition(groups_.begin(), groups_.end(), of_the_past);
+  n_past_groups_ = static_cast<size_t>(rest - groups_.begin());
   for (uint32_t t = 0; t < tiles_.size(); ++t) {
     if (tiles_[t].split) groups_.push_back({.segment = tiles_[t].n_segments, .tiles = {t}});
   }

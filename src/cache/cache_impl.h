@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -73,9 +74,15 @@ struct SegmentGroup {
 
 // Query rows of several tiles that go through the same cells, and how far they have come.
 struct SharedRows {
-  PreparedQueries queries;
   Partial state;
   std::vector<uint32_t> tiles;
+};
+
+// Query rows of one KV head of the layer at hand, prepared once for all segments that a thread attends with them.
+struct KeptRows {
+  uint16_t head = 0;
+  std::vector<uint32_t> tiles;  // whose rows they are; empty: nobody's
+  PreparedQueries queries;
   std::vector<const float*> q;
   std::vector<float*> out;
   std::vector<int64_t> begin, end;
@@ -83,6 +90,7 @@ struct SharedRows {
 
 // What one thread works with; grows once.
 struct Worker {
+  std::vector<KeptRows> kept;                       // many rows; few rows of head 0, 1 ...
   std::vector<std::unique_ptr<SharedRows>> shared;  // by how often the tiles have parted
   PreparedQueries queries;
   Partial running;
@@ -172,12 +180,15 @@ class CacheImpl final : public Cache {
 
   // compute.cc: one layer of a step
   void AppendPart(int layer, const float* k, const float* v, int part, int n_parts);
-  void AttendPart(int layer, const float* q, float* out, int part);
+  // `appended` as Barrier::Arrive gave it; none where one thread has appended all.
+  void AttendPart(int layer, const float* q, float* out, int part, std::optional<uint32_t> appended);
   void AppendBlock(const LayerCells& layer, int layer_index, const StepBlock& step, uint16_t head, const float* k,
                    const float* v, SanitizeCounts* counts);
   const std::byte* ExactCell(const LayerCells& layer, const StepBlock& step, uint16_t head) const;
   void SetRows(const LayerCells& layer, const Tile& tile, uint16_t head, const float* q, float* out,
                Worker* worker) const;
+  const KeptRows& PreparedRows(int layer, std::span<const uint32_t> tiles, uint16_t head, const float* q, float* out,
+                               Worker* worker) const;
   Status AttendSegment(const LayerCells& layer, const Tile& tile, uint16_t head, int32_t segment,
                        const PreparedQueries& queries, Worker* worker, Partial* state);
   Status AttendTurnedSinks(const LayerCells& layer, uint16_t head, size_t gap_tokens, const PreparedQueries& queries,
@@ -248,7 +259,8 @@ class CacheImpl final : public Cache {
   std::vector<StepSequence> step_;
   std::vector<Tile> tiles_;
   std::vector<uint32_t> whole_tiles_;  // those not split, last first
-  std::vector<SegmentGroup> groups_;   // of the split ones, the largest first
+  std::vector<SegmentGroup> groups_;   // of the split ones, the largest first, exact segments last
+  size_t n_past_groups_ = 0;           // leading ones that read nothing of what the step appends
   int32_t step_rows_ = 0;
   int64_t n_steps_ = 0;
   std::vector<std::byte> scratch_;  // exact cells of blocks that begin and end within the step, one layer at a time

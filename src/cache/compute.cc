@@ -32,12 +32,13 @@ void CacheImpl::Compute(int layer, const float* k, const float* v, const float* 
   } catch (const std::exception& e) {
     KeepError(Status(StatusCode::kInternal, e.what()));
   }
-  barrier_.Wait(n_parts);
+  const uint32_t appended = barrier_.Arrive(n_parts);
   try {
-    AttendPart(layer, q, out, part);
+    AttendPart(layer, q, out, part, appended);
   } catch (const std::exception& e) {
     KeepError(Status(StatusCode::kInternal, e.what()));
   }
+  barrier_.Await(appended);  // whatever happened, nobody goes on to the next layer alone
 }
 
 Status CacheImpl::Append(int layer, const float* k, const float* v) {
@@ -48,7 +49,7 @@ Status CacheImpl::Append(int layer, const float* k, const float* v) {
 
 Status CacheImpl::Attend(int layer, const float* q, float* out) {
   if (!in_step_) return Status(StatusCode::kInvalidArgument, "Attend: no step has begun; call Begin first");
-  AttendPart(layer, q, out, 0);
+  AttendPart(layer, q, out, 0, std::nullopt);
   return error_;
 }
 
@@ -130,6 +131,33 @@ void CacheImpl::SetRows(const LayerCells& layer, const Tile& tile, uint16_t head
   worker->begin.clear();
   worker->end.clear();
   AddRows(layer, tile, head, q, out, &worker->q, &worker->out, &worker->begin, &worker->end);
+}
+
+// The rows of some tiles for one KV head. All segments of a sequence, and all that the same sequences share, have the
+// same rows: of few rows preparing costs as much as several cells.
+const KeptRows& CacheImpl::PreparedRows(int layer_index, std::span<const uint32_t> tiles, uint16_t head, const float* q,
+                                        float* out, Worker* worker) const {
+  constexpr int kMostRows = 64;  // of more, one head's are kept, not one of each
+  const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
+  int n_rows = 0;
+  for (const uint32_t t : tiles) n_rows += RowsOf(layer, tiles_[t]);
+  const size_t slot = n_rows <= kMostRows ? size_t{1} + head : 0;
+  if (worker->kept.size() <= slot) worker->kept.resize(slot + 1);
+  KeptRows& kept = worker->kept[slot];
+  if (kept.head == head && std::ranges::equal(kept.tiles, tiles)) return kept;
+  kept.head = head;
+  kept.tiles.assign(tiles.begin(), tiles.end());
+  kept.q.clear();
+  kept.out.clear();
+  kept.begin.clear();
+  kept.end.clear();
+  for (const uint32_t t : tiles) AddRows(layer, tiles_[t], head, q, out, &kept.q, &kept.out, &kept.begin, &kept.end);
+  kept.queries.Prepare(heads_[layer.first_cell + head], {.n_rows = n_rows,
+                                                         .q = kept.q.data(),
+                                                         .begin = kept.begin.data(),
+                                                         .end = kept.end.data(),
+                                                         .alibi_slope = nullptr});
+  return kept;
 }
 
 // The exact cells that a tile reads, last of all: sinks, replicas of recent blocks, its own block.
@@ -326,19 +354,27 @@ Status CacheImpl::AttendTurnedSinks(const LayerCells& layer, uint16_t head, size
   return OkStatus();
 }
 
-void CacheImpl::AttendPart(int layer_index, const float* q, float* out, int part) {
+void CacheImpl::AttendPart(int layer_index, const float* q, float* out, int part, std::optional<uint32_t> appended) {
   Worker& worker = workers_[static_cast<size_t>(part)];
   const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
-  // Whole tiles first, of these the last ones, which have the longest past; the short units fill the gaps at the end.
+  for (KeptRows& kept : worker.kept) kept.tiles.clear();
+  // What was there before the step waits for nobody. Then whole tiles, of these the last ones first, which have the
+  // longest past; the short units fill the gaps at the end.
   auto& next = next_unit_[static_cast<size_t>(layer_index)];
-  const auto n_whole = static_cast<uint32_t>(whole_tiles_.size() * layer.n_heads);
-  const auto n_units = n_whole + static_cast<uint32_t>(groups_.size() * layer.n_heads);
-  for (uint32_t unit = next.fetch_add(1); unit < n_units; unit = next.fetch_add(1)) {
-    const auto head = static_cast<uint16_t>(unit < n_whole ? unit % layer.n_heads : (unit - n_whole) % layer.n_heads);
-    if (unit < n_whole) {
-      AttendWhole(layer_index, tiles_[whole_tiles_[unit / layer.n_heads]], head, q, out, &worker);
+  const size_t n_past = n_past_groups_ * layer.n_heads;
+  const size_t n_whole = n_past + whole_tiles_.size() * layer.n_heads;
+  const size_t n_units = n_whole + (groups_.size() - n_past_groups_) * layer.n_heads;
+  for (size_t unit = next.fetch_add(1); unit < n_units; unit = next.fetch_add(1)) {
+    const auto head = static_cast<uint16_t>(unit % layer.n_heads);
+    if (unit >= n_past && appended) {
+      barrier_.Await(*appended);
+      appended.reset();
+    }
+    if (unit >= n_past && unit < n_whole) {
+      AttendWhole(layer_index, tiles_[whole_tiles_[(unit - n_past) / layer.n_heads]], head, q, out, &worker);
     } else {
-      AttendGroup(layer_index, groups_[(unit - n_whole) / layer.n_heads], head, q, out, &worker);
+      const size_t group = unit / layer.n_heads - (unit < n_past ? 0 : whole_tiles_.size());
+      AttendGroup(layer_index, groups_[group], head, q, out, &worker);
     }
   }
 }
@@ -401,15 +437,10 @@ void CacheImpl::AttendGroup(int layer_index, const SegmentGroup& group, uint16_t
     return;
   }
   const Tile& tile = tiles_[group.tiles[0]];
-  SetRows(layer, tile, head, q, out, worker);
-  const QueryRows rows{.n_rows = static_cast<int32_t>(worker->q.size()),
-                       .q = worker->q.data(),
-                       .begin = worker->begin.data(),
-                       .end = worker->end.data()};
-  worker->queries.Prepare(context, rows);
+  const PreparedQueries& queries = PreparedRows(layer_index, group.tiles, head, q, out, worker).queries;
   Partial& state = split_units_[group.tiles[0] * split_heads_ + head]->partials[static_cast<size_t>(group.segment)];
-  state.Reset(context, rows.n_rows);
-  if (Status status = AttendSegment(layer, tile, head, group.segment, worker->queries, worker, &state); !status.ok()) {
+  state.Reset(context, queries.rows().n_rows);
+  if (Status status = AttendSegment(layer, tile, head, group.segment, queries, worker, &state); !status.ok()) {
     KeepError(std::move(status));
   }
   FinishSplit(layer_index, group.tiles[0], head, q, out, worker);
@@ -433,23 +464,14 @@ void CacheImpl::AttendShared(int layer_index, const SegmentGroup& group, uint16_
     end = same;
   }
   if (end > from) {
-    rows.q.clear();
-    rows.out.clear();
-    rows.begin.clear();
-    rows.end.clear();
-    for (const uint32_t t : rows.tiles)
-      AddRows(layer, tiles_[t], head, q, out, &rows.q, &rows.out, &rows.begin, &rows.end);
-    const QueryRows query{.n_rows = static_cast<int32_t>(rows.q.size()),
-                          .q = rows.q.data(),
-                          .begin = rows.begin.data(),
-                          .end = rows.end.data()};
-    rows.queries.Prepare(context, query);
+    const KeptRows& kept = PreparedRows(layer_index, rows.tiles, head, q, out, worker);
     uint64_t from_file = 0;
-    Status status = CodedCells(layer, tiles_[rows.tiles[0]], head, from, end, *std::ranges::min_element(rows.begin),
+    Status status = CodedCells(layer, tiles_[rows.tiles[0]], head, from, end, *std::ranges::min_element(kept.begin),
                                worker, &from_file);
-    ::kvcell::Attend(rows.queries, worker->cells, &rows.state);
-    if (status.ok()) status = AttendAway(layer, head, rows.queries, worker, &rows.state);
     if (!status.ok()) KeepError(std::move(status));
+    ::kvcell::Attend(kept.queries, worker->cells, &rows.state);
+    if (Status away = AttendAway(layer, head, kept.queries, worker, &rows.state); !away.ok())
+      KeepError(std::move(away));
     if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
     reads_ram_.fetch_add(worker->cells.size() + worker->away.size() - from_file, std::memory_order_relaxed);
     reads_shared_.fetch_add((worker->cells.size() + worker->away.size()) * (rows.tiles.size() - 1),

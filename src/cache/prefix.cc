@@ -188,7 +188,7 @@ Result<PrefixUse> CacheImpl::Reuse(SequenceId id, std::span<const Token> tokens)
   auto found = FindStored(tokens, n_most, in_ram);
   if (!found) return Fail(found.error());
   const bool from_store = found->blocks.size() > in_ram;
-  use.matched = std::max(use.matched, static_cast<int64_t>(found->blocks.size() * kBlockTokens));
+  use.matched = std::max(use.matched, static_cast<int64_t>(found->n_matched * kBlockTokens));
 
   for (PrefixNode* node : chain) {
     tree_.IsUsed(node);

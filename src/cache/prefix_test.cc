@@ -9,6 +9,7 @@
 
 #include "cache/cache_test_util.h"
 #include "cache/plan.h"
+#include "store/store.h"
 
 namespace kvcell {
 namespace {
@@ -215,6 +216,34 @@ TEST(Prefix, WindowsDecideWhereReuseEndsAndItIsTold) {
   }
 }
 
+// Published twice, at 256 and at 512 tokens, so that two ends have their windows' cells: a prompt that parts from it
+// before the second end goes on from the first.
+TEST(Prefix, ReuseGoesBackToTheLastEndWhoseWindowsAreThere) {
+  TempDir dir;
+  auto options = MadeOptions("i4", MadeGeometry(2, 4, 2, 64, 40));
+  options.geometry[0].window = 0;
+  options.store = dir.path();
+  const auto tokens = MadeTokens(512);
+  {
+    auto cache = OpenOrDie(options);
+    const SequenceId sequence = cache->Create().value();
+    Feed(cache.get(), sequence, FirstOf(tokens, 256));
+    ASSERT_TRUE(cache->Publish(sequence).ok());
+    Feed(cache.get(), sequence, std::span(tokens).subspan(256));
+    ASSERT_TRUE(cache->Publish(sequence).ok());
+  }
+  for (const size_t common : {257, 320, 383, 400}) {
+    auto cache = OpenOrDie(options);
+    const PrefixUse use = FeedShared(cache.get(), Joined(FirstOf(tokens, common), MadeTokens(100, 3)));
+    EXPECT_EQ(use.tokens, 256) << common;
+    EXPECT_EQ(use.matched, static_cast<int64_t>(common / 64 * 64));
+    if (use.matched > 256) {
+      EXPECT_EQ(use.end, PrefixUse::End::kWindow) << common;
+      EXPECT_THAT(use.note, HasSubstr("windows"));
+    }
+  }
+}
+
 TEST(Prefix, RecentBlocksComeExactlyOrNotAtAll) {
   TempDir dir;
   auto options = MadeOptions("i4");
@@ -232,6 +261,9 @@ TEST(Prefix, RecentBlocksComeExactlyOrNotAtAll) {
   EXPECT_EQ(whole.tokens, 384);
   const PrefixUse inside = FeedShared(cache.get(), Joined(FirstOf(tokens, 300), MadeTokens(150, 4)));
   EXPECT_EQ(inside.tokens, 0) << "exact cells are stored at the published end only";
+  EXPECT_EQ(inside.matched, 256);
+  EXPECT_EQ(inside.end, PrefixUse::End::kReplicas);
+  EXPECT_THAT(inside.note, HasSubstr("recent_blocks"));
   EXPECT_EQ(cache->Stats().approximate_reads, 0u);
 }
 
@@ -309,6 +341,82 @@ TEST(Prefix, DraftedTokensAreNobodyElsesUntilTheyAreAccepted) {
   ASSERT_EQ(cache->Trim(sequence, 140).value(), 128);
   EXPECT_TRUE(cache->Save(sequence, "s", {}, "").ok());
   EXPECT_EQ(FeedShared(cache.get(), tokens).tokens, 128) << "accepted";
+}
+
+// Whatever the draft began and ended with, and whoever carries it: only what was accepted can ever be found.
+TEST(Prefix, DraftedTokensAreNeverPublished) {
+  const auto tokens = MadeTokens(400);
+  for (const size_t start : {0, 1, 63, 64, 65, 127, 128, 129}) {
+    for (const size_t accepted : {0, 1, 63, 64, 65, 128}) {
+      TempDir dir;
+      auto options = MadeOptions("i4");
+      options.store = dir.path();
+      auto cache = OpenOrDie(options);
+      const SequenceId sequence = cache->Create().value();
+      if (start > 0) Feed(cache.get(), sequence, FirstOf(tokens, start));
+      const StepItem guess{.sequence = sequence, .tokens = std::span(tokens).subspan(start, 150), .draft = true};
+      ASSERT_TRUE(RunStep(cache.get(), {&guess, 1}));
+      const SequenceId fork = cache->Fork(sequence).value();
+      const auto found = [&](Cache* in) {
+        const SequenceId probe = in->Create().value();
+        const auto use = in->Reuse(probe, tokens);
+        EXPECT_TRUE(in->Free(probe).ok());
+        return use->tokens;
+      };
+      const auto whole = [](size_t n) { return static_cast<int64_t>(n / 64 * 64); };
+      for (const SequenceId id : {sequence, fork}) ASSERT_TRUE(cache->Publish(id).ok());
+      ASSERT_EQ(found(cache.get()), whole(start)) << start;
+      ASSERT_EQ(found(OpenOrDie(options).get()), whole(start)) << start << ", from the store";
+      ASSERT_TRUE(cache->Trim(sequence, static_cast<int64_t>(start + accepted)));
+      ASSERT_TRUE(cache->Publish(sequence).ok());
+      ASSERT_TRUE(cache->Free(fork).ok());
+      ASSERT_EQ(found(cache.get()), whole(start + accepted)) << start << ", accepted " << accepted;
+      ASSERT_EQ(found(OpenOrDie(options).get()), whole(start + accepted)) << start << ", accepted " << accepted;
+    }
+  }
+}
+
+// Why there is no more, wherever a prompt is looked up: in RAM, or in the store by a cache that has just been opened.
+TEST(Prefix, EveryLookupSaysWhyThereIsNoMore) {
+  using End = PrefixUse::End;
+  TempDir dir;
+  auto options = MadeOptions("i4");
+  options.store = dir.path();
+  const auto tokens = MadeTokens(320);
+  auto writer = OpenOrDie(options);
+  Feed(writer.get(), writer->Create().value(), tokens);
+  ASSERT_TRUE(writer->Publish(0).ok());
+  const auto more = MadeTokens(100, 7);
+  const auto lookup = [&](Cache* cache, const std::vector<Token>& prompt) {
+    const SequenceId probe = cache->Create().value();
+    PrefixUse use = cache->Reuse(probe, prompt).value();
+    EXPECT_TRUE(cache->Free(probe).ok());
+    EXPECT_EQ(use.note.empty(), use.end == End::kWhole);
+    return use;
+  };
+  for (const bool in_ram : {true, false}) {
+    auto reader = OpenOrDie(options);
+    Cache* cache = in_ram ? writer.get() : reader.get();
+    EXPECT_EQ(lookup(cache, FirstOf(tokens, 300)).end, End::kWhole);
+    EXPECT_EQ(lookup(cache, FirstOf(tokens, 40)).end, End::kNothing) << "less than a block";
+    EXPECT_EQ(lookup(cache, Joined(tokens, more)).end, End::kEnds);
+    const PrefixUse differs = lookup(cache, Joined(FirstOf(tokens, 150), more));
+    EXPECT_EQ(differs.end, End::kDiffers);
+    EXPECT_EQ(differs.tokens, 128);
+    EXPECT_EQ(differs.differs_at, 150);
+  }
+  ASSERT_TRUE(writer->Free(0).ok());
+  auto store = Store::Open(options.store, {}).value();
+  ASSERT_GT(store->EvictPrefixes(1).value(), 0u);
+  {
+    auto cache = OpenOrDie(options);
+    const PrefixUse evicted = lookup(cache.get(), Joined(tokens, more));
+    EXPECT_EQ(evicted.end, End::kEvicted);
+    EXPECT_EQ(evicted.tokens, 256);
+    EXPECT_THAT(evicted.note, HasSubstr("256"));
+  }
+  options.name_space = "another";
+  EXPECT_EQ(lookup(OpenOrDie(options).get(), Joined(tokens, more)).end, End::kNothing) << "not even that there is more";
 }
 
 TEST(Prefix, SixteenRequestsOfOneTickShareWhatTheyCompute) {  // field case C15

@@ -108,7 +108,7 @@ Slot SlotPool::Take() {
 }
 
 void SlotPool::Give(Slot slot) {
-  Poison(slot);
+  if (kPoisonsFreedSlots) std::memset(at(slot), 0xff, slot_bytes_);
   const size_t index = slot / chunk_.slots;
   const uint32_t within = slot % chunk_.slots;
   Chunk& chunk = chunks_[index];
@@ -126,12 +126,5 @@ void SlotPool::Give(Slot slot) {
 }
 
 uint64_t SlotPool::GrowthFor(uint64_t n) const { return n <= free_ ? 0 : BytesForSlots(chunk_, n - free_); }
-
-// Debug builds fill a freed slot with NaN patterns, so that a read after free shows up as garbage at once.
-void SlotPool::Poison([[maybe_unused]] Slot slot) {
-#ifndef NDEBUG
-  std::memset(at(slot), 0xff, slot_bytes_);
-#endif
-}
 
 }  // namespace kvcell

@@ -23,6 +23,14 @@ ChunkShape MakeChunkShape(uint32_t slot_bytes, uint64_t target);
 // Bytes that n slots take, chunks being whole.
 uint64_t BytesForSlots(const ChunkShape& chunk, uint64_t n_slots);
 
+// A slot that is given back is filled with NaN patterns, so that a read after that shows up as garbage at once: in
+// debug builds and under AddressSanitizer.
+#if !defined(NDEBUG) || defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kPoisonsFreedSlots = true;
+#else
+inline constexpr bool kPoisonsFreedSlots = false;
+#endif
+
 // Slots of one size in a reserved range of addresses. Pages are taken chunk by chunk and given back when a chunk
 // empties, so what is accounted is what the kernel can see resident. Not thread-safe.
 class SlotPool {
@@ -60,7 +68,6 @@ class SlotPool {
     return static_cast<uint64_t>(slot / chunk_.slots) * chunk_.bytes +
            static_cast<uint64_t>(slot % chunk_.slots) * slot_bytes_;
   }
-  void Poison(Slot slot);
   void Commit(Chunk* chunk);
 
   uint32_t slot_bytes_;

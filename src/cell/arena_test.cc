@@ -9,6 +9,7 @@
 #include <map>
 #include <random>
 #include <set>
+#include <vector>
 
 namespace kvcell {
 namespace {
@@ -31,6 +32,18 @@ TEST(SlotPool, SlotsDoNotOverlapAndStayInsideTheirChunks) {
       previous = address;
     }
   }
+}
+
+TEST(SlotPool, WhatIsGivenBackHoldsNoNumbersAnyMore) {
+  if (!kPoisonsFreedSlots) GTEST_SKIP() << "in debug and AddressSanitizer builds";
+  auto pool = SlotPool::Create(4544, 128 << 10, 32 << 20).value();
+  const Slot kept = pool->Take(), freed = pool->Take();
+  std::memset(pool->at(kept), 0, 4544);
+  std::memset(pool->at(freed), 0, 4544);
+  pool->Give(freed);
+  const std::vector<std::byte> nans(4544, std::byte{0xff}), zeros(4544, std::byte{0});
+  EXPECT_EQ(std::memcmp(pool->at(freed), nans.data(), nans.size()), 0);
+  EXPECT_EQ(std::memcmp(pool->at(kept), zeros.data(), zeros.size()), 0);
 }
 
 TEST(SlotPool, GrowthIsWhatTakingWouldCommit) {

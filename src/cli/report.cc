@@ -69,8 +69,6 @@ const char* PrefixEndName(PrefixUse::End end) {
       return "replicas";
     case PrefixUse::End::kDamaged:
       return "damaged";
-    case PrefixUse::End::kNoRoom:
-      return "no_room";
   }
   return "";
 }

@@ -105,11 +105,13 @@ enum class PrefixEnd : uint8_t {
   kDiffers,        // the nearest stored one has another token at `differs_at`
   kEvicted,        // the next block was there and has been given up for space
   kOtherIdentity,  // the same tokens are stored for another model or codec: `detail` names the field
+  kReplicas,       // more agreed, but no end of it was published with the exact cells that were asked for
   kDamaged,        // the next block's row or file fails its checks
 };
 
 struct PrefixFound {
   std::vector<BlockRecord> blocks;  // the longest stored prefix, held
+  size_t n_matched = 0;             // blocks that agreed; more than there are in `blocks` with kReplicas
   std::vector<std::byte> sinks;     // "" where blocks is empty
   std::vector<std::byte> replicas;  // with needs_replicas
   PrefixEnd end = PrefixEnd::kNothingStored;

@@ -160,7 +160,8 @@ Result<PrefixFound> StoreImpl::FindPrefix(const PrefixQuery& asked) {
   std::vector<BlockRow> rows;
   if (*space) KVCELL_FAIL_IF_ERROR(WalkChain(query, **space, &rows, &found));
   KVCELL_FAIL_IF_ERROR(CutToWhatIsNeeded(query, &rows, &found));
-  if (rows.size() < query.keys.size() && found.end != PrefixEnd::kDamaged) {
+  const bool told = found.end == PrefixEnd::kDamaged || found.end == PrefixEnd::kReplicas;
+  if (rows.size() < query.keys.size() && !told) {
     KVCELL_FAIL_IF_ERROR(TellWhyItEnds(query, space->value_or(0), rows, &found));
   }
   if (rows.empty()) return found;
@@ -237,6 +238,7 @@ Status StoreImpl::CutToWhatIsNeeded(const PrefixQuery& query, std::vector<BlockR
     return OkStatus();
   }
   found->sinks = *std::move(*sinks);
+  found->n_matched = rows->size();
   if (!query.needs_replicas) return OkStatus();
   while (!rows->empty()) {
     auto replicas = prefixes.ReadBytes(rows->back().id, PrefixBytes::kReplicas);
@@ -246,7 +248,7 @@ Status StoreImpl::CutToWhatIsNeeded(const PrefixQuery& query, std::vector<BlockR
       return OkStatus();
     }
     DropRows(rows, rows->size() - 1);
-    found->end = PrefixEnd::kEnds;
+    found->end = PrefixEnd::kReplicas;
     found->detail = "exact cells of recent blocks are stored at published ends only";
   }
   return OkStatus();
