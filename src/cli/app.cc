@@ -113,24 +113,25 @@ class Program {
   void AddRun() {
     CLI::App* command = Command(&app_, "run", "feeds a prompt and prints the answer as it comes",
                                 "kvcell run -m model.gguf -f report.txt -p 'What does it conclude?' --session report");
-    parser_.Offer(command, {"model",    "prompt",  "file",          "max-tokens", "temp",        "top-k",
-                            "top-p",    "min-p",   "seed",          "raw",        "ctx",         "threads",
-                            "codec",    "sinks",   "recent-blocks", "ram-budget", "store",       "durability",
-                            "disk-cap", "ttl",     "namespace",     "key-file",   "key-command", "scrub-rate",
-                            "session",  "samples", "no-prefix",     "json",       "report",      "quiet",
-                            "rules",    "profile", "metrics",       "trace",      "curve",       "curve-every"});
+    parser_.Offer(
+        command,
+        {"model",   "prompt",     "file",      "max-tokens",  "temp",      "top-k",    "top-p",         "min-p",
+         "seed",    "raw",        "ctx",       "threads",     "codec",     "sinks",    "recent-blocks", "ram-budget",
+         "store",   "durability", "disk-cap",  "ttl",         "namespace", "key-file", "key-command",   "scrub-rate",
+         "session", "samples",    "no-prefix", "json",        "report",    "quiet",    "rules",         "profile",
+         "metrics", "trace",      "curve",     "curve-every", "file-reads"});
     OnChosen(command, [this](const Options& options) { return RunCommand(options, Given()); });
   }
 
   void AddChat() {
     CLI::App* command = Command(&app_, "chat", "a conversation in the terminal, kept in the store",
                                 "kvcell chat -m model.gguf --session ideas");
-    parser_.Offer(
-        command,
-        {"model",      "session",  "max-tokens", "temp",      "top-k",    "top-p",         "min-p",      "seed",
-         "raw",        "ctx",      "threads",    "codec",     "sinks",    "recent-blocks", "ram-budget", "store",
-         "durability", "disk-cap", "ttl",        "namespace", "key-file", "key-command",   "scrub-rate", "no-prefix",
-         "quiet",      "rules",    "profile",    "metrics",   "trace",    "curve",         "curve-every"});
+    parser_.Offer(command,
+                  {"model",       "session",    "max-tokens",  "temp",      "top-k", "top-p",     "min-p",
+                   "seed",        "raw",        "ctx",         "threads",   "codec", "sinks",     "recent-blocks",
+                   "ram-budget",  "store",      "durability",  "disk-cap",  "ttl",   "namespace", "key-file",
+                   "key-command", "scrub-rate", "no-prefix",   "quiet",     "rules", "profile",   "metrics",
+                   "trace",       "curve",      "curve-every", "file-reads"});
     OnChosen(command, [this](const Options& options) { return ChatCommand(options, Given()); });
   }
 
@@ -231,8 +232,7 @@ class Program {
 
     CLI::App* ctl = Command(&app_, "ctl", "steers a running process from outside: it does so between two steps",
                             "kvcell ctl evict --begin 64 --end 4096");
-    ctl->add_option("command", name_, "pin, persist, unpin, evict, reload, stats, cells, metrics or trace")
-        ->required();
+    ctl->add_option("command", name_, "pin, persist, unpin, evict, reload, stats, cells, metrics or trace")->required();
     ctl->add_option("--begin", begin_, "evict: first token, rounded up to a block of 64 [0]");
     ctl->add_option("--end", end_, "evict: token behind the last one, rounded down");
     parser_.Offer(ctl, {"pid", "json", "quiet"});
