@@ -41,6 +41,18 @@ struct RopeSpec {
   std::vector<float> factors;  // [head_dim / 2] or empty: 1
 };
 
+// How cells that are in the store and not in RAM are attended.
+enum class FileReads : uint8_t {
+  // In the file, mapped, while the system has its pages at hand; streamed while steps have to wait for the disk. Mapped
+  // cells are checked when they are first read, and again whenever the file has changed or pages of it came from the
+  // disk. Pages count as resident, though the system may drop them at any time. Takes SIGBUS, which comes where a file
+  // is cut off, passing on to an earlier handler what is none of its own. Encrypted stores and files that can't be
+  // mapped are streamed.
+  kMapped = 0,
+  // Read into a ring within the RAM budget, and checked every time.
+  kStreamed = 1,
+};
+
 struct CacheOptions {
   Geometry geometry;                     // [n_layers]
   CodecSpec codec;                       // of sealed blocks
@@ -68,7 +80,8 @@ struct CacheOptions {
   // Where cells go beyond RAM instead of a store: a tier of the caller's own (kvcell/tier.h). Such a cache has no
   // store, and so no sessions. Shared with work off the token path; it outlives the cache.
   std::shared_ptr<CellTier> tier;
-  std::string store;       // directory; needed for sessions and for a budget smaller than the context; "": none
+  std::string store;  // directory; needed for sessions and for a budget smaller than the context; "": none
+  FileReads file_reads = FileReads::kMapped;
   uint8_t durability = 1;  // 0 none, 1 process (survives kill -9), 2 power (survives power loss)
   // Secret of an encrypted store, 32 bytes and more; "": not encrypted. Its cells are read through RAM always.
   std::string store_key;
@@ -120,6 +133,7 @@ struct CacheStats {
   uint64_t f16_bytes = 0;                  // the same tokens in f16
   double bits_per_element = 0;             // of a sealed cell
   uint64_t reads_ram = 0, reads_file = 0;  // cells attended
+  uint64_t reads_mapped = 0;               // of reads_file, those in the mapped file
   uint64_t reads_shared = 0;               // cells that were not read again because one pass served several sequences
   uint64_t prefix_bytes = 0;       // of sealed blocks that no sequence uses, kept for prompts to come; not in kv_bytes
   uint64_t approximate_reads = 0;  // coded cells read where recent_blocks promised exact ones (after a cut)
@@ -209,6 +223,11 @@ class Cache {
   // Cuts the sequence to at most `length` tokens and returns the position from which the caller must append again:
   // `length` itself, or the start of the block that a cut inside a sealed block falls into.
   virtual Result<int64_t> Trim(SequenceId sequence, int64_t length) = 0;
+  // After a step that ended with kCorruption: checks the sequence's cells in the store that are not in RAM, cuts it
+  // before the first block that is damaged or gone, and returns the position from which the caller must append again;
+  // the sequence's length where all are sound, as they are where the file alone was cut off behind them. Nobody else is
+  // given the blocks that were cut. `note`, where given, says which cell of which file was wrong. Reads all of them.
+  virtual Result<int64_t> CutToSound(SequenceId sequence, std::string* note) = 0;
   virtual int64_t Length(SequenceId sequence) const = 0;
   virtual std::span<const Token> Tokens(SequenceId sequence) const = 0;
 
@@ -241,8 +260,13 @@ class Cache {
   virtual void Abort() = 0;
 
   // Stores the sequence under `name` (one transaction; an older session of that name is replaced or stays intact).
+  // `durability` is what this save survives, numbered as CacheOptions::durability; nothing: what the cache was opened
+  // with.
   virtual Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits,
-                      const std::string& extras) = 0;
+                      const std::string& extras, std::optional<uint8_t> durability) = 0;
+  Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits, const std::string& extras) {
+    return Save(sequence, name, logits, extras, std::nullopt);
+  }
   // Brings a session back. kNotFound, unless `create` makes it an empty one that the first Save stores; kMismatch
   // naming the identity field that differs; kBusy naming the process that holds it. Damage shortens `usable` and is
   // told in `note`. The session stays locked for writing until the sequence is freed.

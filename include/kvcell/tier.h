@@ -93,6 +93,19 @@ class CellTier {
   virtual Status ReadRun(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks,
                          std::byte* dst) = 0;
 
+  // Says that ReadRun, or reads of the mapped extent, will want the same soon: the disk may begin.
+  virtual void Prefetch(const CellSetShape& /*shape*/, const BlockPlace& /*place*/, size_t /*layer_slot*/,
+                        uint32_t /*n_blocks*/) {}
+  // The extent of a place as it lies in a file, mapped for reading: cells are where BlockPlace says for the store,
+  // unchecked. They stay readable while the place is held, but somebody may change the file or cut it off at any time:
+  // whoever has read them asks MappedVersion, and from then on for the extent again. Null where it can't be mapped, as
+  // in an encrypted store: ReadCells gives the cells, or says why not.
+  virtual const std::byte* MapExtent(const CellSetShape& /*shape*/, const BlockPlace& /*place*/) { return nullptr; }
+  // Another number, never 0, whenever the files that are mapped have changed since the last call, as their sizes and
+  // times tell. kCorruption, once, where bytes went away that MapExtent had given since the last call; they read as
+  // zeros, and MapExtent gives nothing of such a file any more.
+  virtual Result<uint64_t> MappedVersion() { return 1; }
+
   // Says that the caller found a block's cells damaged: they are not handed out again.
   virtual void ReportDamage(const BlockPlace& place) = 0;
   // Path and byte offset of a cell, for people.

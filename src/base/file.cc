@@ -217,6 +217,10 @@ Status File::WriteZeros(uint64_t offset, uint64_t bytes) const {
   return OkStatus();
 }
 
+void File::WillRead(uint64_t offset, uint64_t bytes) const {
+  (void)::posix_fadvise(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes), POSIX_FADV_WILLNEED);
+}
+
 Status File::SyncData() const {
   const int result = calls_->SyncData(fd_);
   return result < 0 ? Failed(-result, "sync") : OkStatus();

@@ -78,6 +78,8 @@ class File {
   // kUnsupported where the file system can't.
   Status PunchHole(uint64_t offset, uint64_t bytes) const;
   Status WriteZeros(uint64_t offset, uint64_t bytes) const;
+  // The range will be read soon: the system may begin to read it now. Changes nothing else, so errors mean nothing.
+  void WillRead(uint64_t offset, uint64_t bytes) const;
   Status SyncData() const;
   Status Sync() const;
   Status Truncate(uint64_t bytes) const;

@@ -112,6 +112,7 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
                                                      .tier = cache->tier_,
                                                      .tier_bytes = tier_bytes,
                                                      .generation = generation,
+                                                     .mapped = options.file_reads == FileReads::kMapped,
                                                      .rules = options.rules,
                                                      .probe = {}});
   if (!memory) return Fail(memory.error());
@@ -424,11 +425,13 @@ void CacheImpl::NoteReads(const StepSequence& item) {
     block.sequence_end = again ? std::min(block.sequence_end, end) : end;
     block.last_access = step;
     block.last_read_s = now;
+    memory_->MapBlock(&block);
   }
 }
 
 void CacheImpl::PlanTiles() {
   const CellMap& map = memory_->map();
+  memory_->BeginReads();
   tiles_.clear();
   whole_tiles_.clear();
   for (const StepSequence& item : step_) {
@@ -517,6 +520,10 @@ void CacheImpl::Abort() {
 
 Status CacheImpl::Commit() {
   if (!in_step_) return Status(StatusCode::kInvalidArgument, "Commit: no step has begun; call Begin first");
+  for (const StepSequence& item : step_) {
+    if (!error_.ok()) break;
+    error_ = memory_->EndReads(std::span(item.sequence->blocks).first(item.first_block));
+  }
   if (!error_.ok()) {
     Abort();
     return error_;
@@ -779,6 +786,7 @@ CacheStats CacheImpl::Stats() const {
   stats.reads_ram = reads_ram_.load(std::memory_order_relaxed);
   stats.reads_shared = reads_shared_.load(std::memory_order_relaxed);
   stats.prefix_bytes = tree_.n_idle() * block_bytes_;
+  stats.reads_mapped = reads_mapped_.load(std::memory_order_relaxed);
   stats.reads_file = reads_file_.load(std::memory_order_relaxed);
   stats.approximate_reads = approximate_reads_.load(std::memory_order_relaxed);
   stats.transitions = memory_->transitions().total();

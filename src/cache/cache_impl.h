@@ -88,6 +88,13 @@ struct KeptRows {
   std::vector<int64_t> begin, end;
 };
 
+// Cells that were not in RAM.
+struct CellReads {
+  uint64_t ring = 0;
+  uint64_t mapped = 0;
+  uint64_t away = 0;  // attended by their tier
+};
+
 // What one thread works with; grows once.
 struct Worker {
   std::vector<KeptRows> kept;                       // many rows; few rows of head 0, 1 ...
@@ -123,6 +130,7 @@ class CacheImpl final : public Cache {
   Result<SequenceId> Fork(SequenceId parent) override;
   Status Free(SequenceId sequence) override;
   Result<int64_t> Trim(SequenceId sequence, int64_t length) override;
+  Result<int64_t> CutToSound(SequenceId sequence, std::string* note) override;
   int64_t Length(SequenceId sequence) const override;
   std::span<const Token> Tokens(SequenceId sequence) const override;
 
@@ -138,8 +146,9 @@ class CacheImpl final : public Cache {
   Status Commit() override;
   void Abort() override;
 
-  Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits,
-              const std::string& extras) override;
+  using Cache::Save;
+  Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits, const std::string& extras,
+              std::optional<uint8_t> durability) override;
   using Cache::OpenSession;
   Result<OpenedSession> OpenSession(const std::string& name, bool create) override;
 
@@ -203,7 +212,7 @@ class CacheImpl final : public Cache {
   Status AttendAway(const LayerCells& layer, uint16_t head, const PreparedQueries& queries, Worker* worker,
                     Partial* state);
   Status CodedCells(const LayerCells& layer, const Tile& tile, uint16_t head, size_t begin, size_t end,
-                    int64_t first_seen, Worker* worker, uint64_t* from_file);
+                    int64_t first_seen, Worker* worker, CellReads* reads);
   const Block& BlockAt(const Tile& tile, size_t index) const {
     return index >= tile.owner->first_block ? *tile.owner->blocks[index - tile.owner->first_block].block
                                             : *tile.owner->sequence->blocks[index];
@@ -216,6 +225,7 @@ class CacheImpl final : public Cache {
     return (step.end - step.begin) * layer.geometry.group();
   }
   void KeepError(Status status);
+  void CountReads(const CellReads& reads, uint64_t n_cells, size_t n_tiles);
 
   // prefix.cc: blocks shared by what they hold
   bool Shares() const { return options_.rules->MayShare(); }
@@ -270,7 +280,7 @@ class CacheImpl final : public Cache {
   std::mutex error_mutex_;
   Status error_;  // first error of the step
   std::atomic<uint64_t> evicted_skips_{0};
-  std::atomic<uint64_t> reads_ram_{0}, reads_file_{0}, reads_shared_{0}, approximate_reads_{0};
+  std::atomic<uint64_t> reads_ram_{0}, reads_file_{0}, reads_mapped_{0}, reads_shared_{0}, approximate_reads_{0};
   std::atomic<uint64_t> saturated_{0}, not_finite_{0};
 
   // Split mode, for few rows: segments of one tile and head are attended by several threads, and the last to finish

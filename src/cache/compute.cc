@@ -188,7 +188,7 @@ Status CacheImpl::ExactCells(const LayerCells& layer, const Tile& tile, uint16_t
       auto bytes =
           memory_->CodedForRead(block, layer, head, worker->ring.data() + worker->cells.size() * layer.widest_coded());
       if (!bytes) return bytes.error();
-      cell.bytes = *bytes;
+      cell.bytes = bytes->bytes;
       cell.first = static_cast<int16_t>(block.position == 0 ? memory_->map().sinks : 0);
       approximate_reads_.fetch_add(1, std::memory_order_relaxed);
     }
@@ -211,7 +211,7 @@ Status CacheImpl::ExactCells(const LayerCells& layer, const Tile& tile, uint16_t
 // The cells of blocks [begin, end) of a tile's past, but for those before `first_seen`: coded, from the store where
 // they are not in RAM, or exact where the rules have it so.
 Status CacheImpl::CodedCells(const LayerCells& layer, const Tile& tile, uint16_t head, size_t begin, size_t end,
-                             int64_t first_seen, Worker* worker, uint64_t* from_file) {
+                             int64_t first_seen, Worker* worker, CellReads* reads) {
   worker->cells.clear();
   worker->away.clear();
   std::byte* ring = worker->ring.data();
@@ -232,18 +232,19 @@ Status CacheImpl::CodedCells(const LayerCells& layer, const Tile& tile, uint16_t
       worker->away.push_back({.place = *block.places[layer.group],
                               .position = block.position,
                               .first = block.position == 0 ? memory_->map().sinks : 0});
-      ++*from_file;
+      ++reads->away;
       memory_->NoteMiss(entry, 1);
       continue;
     } else {
       auto bytes = memory_->CodedForRead(block, layer, head, ring);
       if (!bytes) return bytes.error();
-      if (*bytes == ring) {
+      if (bytes->from != CellMemory::ReadFrom::kRam) memory_->NoteMiss(entry, 1);
+      if (bytes->from == CellMemory::ReadFrom::kMapped) ++reads->mapped;
+      if (bytes->from == CellMemory::ReadFrom::kRing) {
         ring += layer.widest_coded();
-        ++*from_file;
-        memory_->NoteMiss(entry, 1);
+        ++reads->ring;
       }
-      cell.bytes = *bytes;
+      cell.bytes = bytes->bytes;
     }
     cell.position = block.position;
     cell.first = static_cast<int16_t>(block.position == 0 ? memory_->map().sinks : 0);
@@ -284,7 +285,7 @@ Status CacheImpl::AttendAway(const LayerCells& layer, uint16_t head, const Prepa
 // Adds segment `segment` of the tile's past to `state`; the one after the coded segments is the exact part.
 Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint16_t head, int32_t segment,
                                 const PreparedQueries& queries, Worker* worker, Partial* state) {
-  uint64_t from_file = 0;
+  CellReads reads;
   const size_t first_visible = FirstVisible(layer, tile.owner->first_block + tile.index);
   if (segment == tile.n_segments) {
     KVCELL_RETURN_IF_ERROR(ExactCells(layer, tile, head, worker));
@@ -298,8 +299,8 @@ Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint1
   } else {
     const size_t begin = (tile.first_segment + static_cast<size_t>(segment)) * kSegmentBlocks;
     const size_t end = std::min(tile.n_coded, begin + kSegmentBlocks);
-    KVCELL_RETURN_IF_ERROR(CodedCells(layer, tile, head, std::max(begin, first_visible), end, queries.rows().begin[0],
-                                      worker, &from_file));
+    KVCELL_RETURN_IF_ERROR(
+        CodedCells(layer, tile, head, std::max(begin, first_visible), end, queries.rows().begin[0], worker, &reads));
   }
   CellWeight* weights = nullptr;
   if (worker->weighs) {
@@ -312,9 +313,18 @@ Status CacheImpl::AttendSegment(const LayerCells& layer, const Tile& tile, uint1
   }
   ::kvcell::Attend(queries, worker->cells, state, weights);
   KVCELL_RETURN_IF_ERROR(AttendAway(layer, head, queries, worker, state));
-  if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
-  reads_ram_.fetch_add(worker->cells.size() + worker->away.size() - from_file, std::memory_order_relaxed);
+  CountReads(reads, worker->cells.size(), 1);
   return OkStatus();
+}
+
+// Of n_cells that were read here once for n_tiles.
+void CacheImpl::CountReads(const CellReads& reads, uint64_t n_cells, size_t n_tiles) {
+  const uint64_t from_file = reads.ring + reads.mapped + reads.away;
+  if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
+  if (reads.mapped != 0) reads_mapped_.fetch_add(reads.mapped, std::memory_order_relaxed);
+  n_cells += reads.away;
+  reads_ram_.fetch_add(n_cells - from_file, std::memory_order_relaxed);
+  if (n_tiles > 1) reads_shared_.fetch_add(n_cells * (n_tiles - 1), std::memory_order_relaxed);
 }
 
 // The sinks' part of an exact segment when rules have cut out `gap_tokens` positions behind them: keys stay as they
@@ -358,6 +368,9 @@ void CacheImpl::AttendPart(int layer_index, const float* q, float* out, int part
   Worker& worker = workers_[static_cast<size_t>(part)];
   const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
   for (KeptRows& kept : worker.kept) kept.tiles.clear();
+  if (const auto after = static_cast<size_t>(layer_index) + 1; part == 0 && after < memory_->map().layers.size()) {
+    memory_->PrefetchLayer(memory_->map().layers[after]);
+  }
   // What was there before the step waits for nobody. Then whole tiles, of these the last ones first, which have the
   // longest past; the short units fill the gaps at the end.
   auto& next = next_unit_[static_cast<size_t>(layer_index)];
@@ -465,17 +478,14 @@ void CacheImpl::AttendShared(int layer_index, const SegmentGroup& group, uint16_
   }
   if (end > from) {
     const KeptRows& kept = PreparedRows(layer_index, rows.tiles, head, q, out, worker);
-    uint64_t from_file = 0;
+    CellReads reads;
     Status status = CodedCells(layer, tiles_[rows.tiles[0]], head, from, end, *std::ranges::min_element(kept.begin),
-                               worker, &from_file);
+                               worker, &reads);
     if (!status.ok()) KeepError(std::move(status));
     ::kvcell::Attend(kept.queries, worker->cells, &rows.state);
     if (Status away = AttendAway(layer, head, kept.queries, worker, &rows.state); !away.ok())
       KeepError(std::move(away));
-    if (from_file != 0) reads_file_.fetch_add(from_file, std::memory_order_relaxed);
-    reads_ram_.fetch_add(worker->cells.size() + worker->away.size() - from_file, std::memory_order_relaxed);
-    reads_shared_.fetch_add((worker->cells.size() + worker->away.size()) * (rows.tiles.size() - 1),
-                            std::memory_order_relaxed);
+    CountReads(reads, worker->cells.size(), rows.tiles.size());
   }
   if (worker->shared.size() == depth + 1) worker->shared.push_back(std::make_unique<SharedRows>());
   SharedRows& part = *worker->shared[depth + 1];

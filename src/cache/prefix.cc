@@ -67,7 +67,7 @@ void CacheImpl::Share(Sequence* sequence) {
 // has.
 Block* CacheImpl::SharedInstead(Block* mine, PrefixNode* theirs) {
   Block* block = theirs->block;
-  if (mine->refs != 1) return nullptr;  // a fork, or work off the token path, uses it too
+  if (block->abandoned || mine->refs != 1) return nullptr;  // a fork, or work off the token path, uses mine too
   for (uint32_t i = 0; i < memory_->map().n_cells; ++i) {
     if (mine->cells[i].coded != kNoSlot && block->cells[i].coded == kNoSlot) return nullptr;
     if (mine->cells[i].exact != kNoSlot && block->cells[i].exact == kNoSlot) return nullptr;
@@ -83,11 +83,13 @@ void CacheImpl::AfterRelease(Block* block, size_t index) {
   if (block->prefix == nullptr) return DropUnwanted(block, index);
   const int32_t users = block->refs - 1 - (block->busy ? 1 : 0);
   if (users > 0) return DropUnwanted(block, index);
-  tree_.BecomesIdle(block->prefix);
+  PrefixNode* node = block->prefix;
+  tree_.BecomesIdle(node);
   // Replicas are set aside for live sequences, and a pin is a sequence's.
   memory_->DropExact(block);
   block->pinned = false;
   block->stays_out = false;
+  if (block->abandoned && node->n_children == 0) GiveUpIdle(node);
 }
 
 void CacheImpl::GiveUpIdle(PrefixNode* node) { memory_->Release(tree_.Remove(node)); }
@@ -182,6 +184,8 @@ Result<PrefixUse> CacheImpl::Reuse(SequenceId id, std::span<const Token> tokens)
   }
   const size_t n_most = tokens.empty() ? 0 : (tokens.size() - 1) / kBlockTokens;
   std::vector<PrefixNode*> chain = tree_.Find(tokens, n_most);
+  const auto abandoned = std::ranges::find_if(chain, [](const PrefixNode* node) { return node->block->abandoned; });
+  chain.erase(abandoned, chain.end());
   use.matched = static_cast<int64_t>(chain.size() * kBlockTokens);
   chain.resize(ReplicaEnd(chain));
   const size_t in_ram = chain.size();

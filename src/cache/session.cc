@@ -136,13 +136,16 @@ Status CacheImpl::UnpackExact(std::span<const std::byte> bytes, size_t n_stored,
   return OkStatus();
 }
 
-Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const float> logits,
-                       const std::string& extras) {
+Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const float> logits, const std::string& extras,
+                       std::optional<uint8_t> durability) {
   if (in_step_) return Status(StatusCode::kBusy, "Save during a step; Commit or Abort it first");
   Sequence* sequence = Find(id);
   if (sequence == nullptr) return Status(StatusCode::kNotFound, fmt::format("there is no sequence {} to save", id));
   if (store_ == nullptr) return Status(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
   KVCELL_RETURN_IF_ERROR(CheckSessionName(name));
+  if (durability.value_or(0) > static_cast<uint8_t>(Durability::kPower)) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("durability is {}, but must be 0..2", *durability));
+  }
   if (sequence->draft_from >= 0) {
     return Status(
         StatusCode::kInvalidArgument,
@@ -166,6 +169,7 @@ Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const f
   record.exact = PackExact(*sequence);
   record.logits.assign(logits.begin(), logits.end());
   record.extras = extras;
+  if (durability) record.durability = static_cast<Durability>(*durability);
   if (sequence->approximate || !Shares()) record.n_shared = sequence->n_shared;
   record.sinks = PackShared(*sequence, n_sealed, /*sinks=*/true);
   for (const Block* block : sealed) {
@@ -235,6 +239,27 @@ size_t CacheImpl::RecoverFrom(Sequence* sequence, size_t first, int64_t windows_
   }
   ReleaseFrom(sequence, n_sound);
   return n_sound;
+}
+
+Result<int64_t> CacheImpl::CutToSound(SequenceId id, std::string* note) {
+  if (in_step_) return Fail(StatusCode::kBusy, "CutToSound during a step; Commit or Abort it first");
+  Sequence* sequence = Find(id);
+  if (sequence == nullptr) return Fail(StatusCode::kNotFound, fmt::format("there is no sequence {} to check", id));
+  const std::span<Block* const> blocks(sequence->blocks);
+  size_t sound = sequence->tokens.size() / kBlockTokens;
+  for (size_t begin = 0; begin < sound;) {
+    size_t end = begin;
+    while (end < sound && memory_->InStoreOnly(*blocks[end])) ++end;
+    const auto checked = memory_->Recover(blocks.subspan(begin, end - begin), kFullLayers, /*keep=*/false);
+    if (checked.n_sound < end - begin) {
+      if (note != nullptr) *note = checked.damage.message();
+      sound = begin + checked.n_sound;
+    }
+    begin = end + 1;
+  }
+  if (sound == sequence->tokens.size() / kBlockTokens) return static_cast<int64_t>(sequence->tokens.size());
+  for (Block* block : blocks.subspan(sound)) block->abandoned = true;
+  return Trim(id, static_cast<int64_t>(sound * kBlockTokens));
 }
 
 Result<OpenedSession> CacheImpl::OpenSession(const std::string& name, bool create) {

@@ -21,6 +21,9 @@ struct CellEntry {
   CellState state = CellState::kEvicted;
   bool durable = false;        // the store holds the same bytes
   uint16_t mass_f16 = 0x3c00;  // smoothed share of attention, where the rules look at it; 1 until it was measured
+  // The version of the mapped files (Store::MappedVersion) in which its bytes were checked; 0: not yet. Written by
+  // whoever reads the cell first, so by way of atomic_ref only.
+  mutable uint32_t checked = 0;
 };
 static_assert(sizeof(CellEntry) <= 32, "RAM metadata per cell is bounded by the design");
 
@@ -32,6 +35,7 @@ struct Block {
   int32_t n_tokens = 0;
   bool sealed = false;
   bool busy = false;          // queued for, or in, work off the token path: its slots stay as they are
+  bool abandoned = false;     // its cells in the store, or those of a block before it, are damaged: for nobody else
   bool pinned = false;        // does not leave RAM, whatever the rules say
   bool stays_out = false;     // somebody sent it to the store: reads don't bring it back
   bool write_wanted = false;  // a rule or a person wants its cells in the store and out of RAM
@@ -41,11 +45,12 @@ struct Block {
   uint64_t generation = 0;    // of the write that made its cells
   std::array<Token, kBlockTokens> tokens{};
   std::array<std::optional<BlockPlace>, kCellGroups> places;  // in the store
-  std::vector<CellEntry> cells;                               // [n_cells], layer-major
-  std::vector<Slot> sinks;       // [n_cells] exact slots of the first tokens; only at position 0
-  PrefixNode* prefix = nullptr;  // its place in the cache's prefix tree, which then holds one of the refs
-  uint64_t reads = 0;            // steps that attended to it
-  uint64_t last_access = 0;      // step number
+  const std::byte* mapped = nullptr;  // its full-attention layers' extent, for the step under way
+  std::vector<CellEntry> cells;       // [n_cells], layer-major
+  std::vector<Slot> sinks;            // [n_cells] exact slots of the first tokens; only at position 0
+  PrefixNode* prefix = nullptr;       // its place in the cache's prefix tree, which then holds one of the refs
+  uint64_t reads = 0;                 // steps that attended to it
+  uint64_t last_access = 0;           // step number
 
   // What guards look at.
   uint64_t read_steps = 0;           // bit i: attended i steps before the last one that did

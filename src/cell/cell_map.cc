@@ -47,6 +47,7 @@ Status AddRuns(const CodecSpec& base, const std::vector<CodecRange>& ranges, Cel
   }
   CellSetShape& shape = map->shapes[layer->group];
   for (HeadRun& run : layer->runs) {
+    run.before = map->CodedBytesPerBlock(layer->group);
     run.slot = static_cast<uint16_t>(shape.layers.size());
     shape.layers.push_back({layer->number, run.n_heads, run.layout.bytes});
     run.pool = PoolFor(&map->coded_pools, run.layout.bytes, run.n_heads, layer->group);

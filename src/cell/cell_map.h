@@ -23,8 +23,9 @@ struct HeadRun {
   uint16_t first_head = 0;
   uint16_t n_heads = 0;
   CellLayout layout;
-  uint16_t pool = 0;  // index into coded_pools
-  uint16_t slot = 0;  // index within shapes[group].layers
+  uint16_t pool = 0;    // index into coded_pools
+  uint16_t slot = 0;    // index within shapes[group].layers
+  uint64_t before = 0;  // bytes of the group's slots before it, per block
 };
 
 // One layer of the map. Its cells are [first_cell, first_cell + n_heads) of every block.

@@ -1,8 +1,10 @@
 #include "cell/cell_memory.h"
 
 #include <fmt/format.h>
+#include <sys/resource.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -22,6 +24,7 @@ int64_t SteadySeconds() {
 }
 
 constexpr uint64_t kReadBufferBytes = uint64_t{4} << 20;
+constexpr size_t kLayersAhead = 3;  // that the disk may be reading while one is checked
 
 uint64_t PoolBytes(const std::vector<CellMap::PoolUse>& pools, uint64_t chunk_target, uint64_t n_blocks) {
   uint64_t bytes = 0;
@@ -97,6 +100,7 @@ Result<std::unique_ptr<CellMemory>> CellMemory::Create(CellMap map, const Option
   memory->StartSampler();
   memory->NotePeak();
   memory->worker_ = std::thread([m = memory.get()] { m->WorkerLoop(); });
+  memory->CountDiskReads();
   return memory;
 }
 
@@ -308,8 +312,19 @@ void CellMemory::StoredBlock(Block* block, const std::array<std::optional<BlockP
 
 void CellMemory::AdoptPlaces(Block* block, const std::array<std::optional<BlockPlace>, kCellGroups>& places,
                              uint64_t generation) {
-  block->places = places;
+  for (const CellGroup group : {kFullLayers, kWindowLayers}) PlaceAt(block, group, places[group]);
   block->generation = generation;
+}
+
+// Bytes at another place are others, though they are to be equal: nobody has checked them.
+void CellMemory::PlaceAt(Block* block, CellGroup group, const std::optional<BlockPlace>& place) {
+  const auto& now = block->places[group];
+  const bool same =
+      now && place && now->segment == place->segment && now->offset == place->offset && now->index == place->index;
+  block->places[group] = place;
+  if (same) return;
+  block->mapped = nullptr;
+  ForEachCell(block, group, [](const LayerCells&, uint16_t, CellEntry* cell) { cell->checked = 0; });
 }
 
 void CellMemory::EvictGroup(Block* block, CellGroup group) {
@@ -577,7 +592,7 @@ Result<std::vector<BlockPlace>> CellMemory::WriteExtent(std::span<Block* const> 
 
 void CellMemory::MarkWritten(std::span<Block* const> blocks, CellGroup group, const std::vector<BlockPlace>& places) {
   for (size_t i = 0; i < blocks.size(); ++i) {
-    blocks[i]->places[group] = places[i];
+    PlaceAt(blocks[i], group, places[i]);
     CellFacts facts = FactsOf(*blocks[i]);
     ForEachCell(blocks[i], group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
       if (cell->coded == kNoSlot && cell->exact == kNoSlot) return;
@@ -685,10 +700,17 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
       });
     }
   }
+  // The disk is kept a few layers ahead of the checks.
+  const auto prefetch = [&](size_t slot) {
+    if (slot >= shape.layers.size()) return;
+    options_.tier->Prefetch(shape, *blocks[0]->places[group], slot, static_cast<uint32_t>(blocks.size()));
+  };
+  for (size_t slot = 0; slot < kLayersAhead; ++slot) prefetch(slot);
   for (const auto& [layer_at, run_at] : Runs(group)) {
     const LayerCells& layer = *layer_at;
     const HeadRun& run = *run_at;
     if (sound == 0) break;
+    prefetch(run.slot + kLayersAhead);
     const size_t cell_bytes = run.layout.bytes;
     buffer.resize(sound * run.n_heads * cell_bytes);
     Status read =
@@ -782,28 +804,138 @@ std::vector<std::pair<const LayerCells*, const HeadRun*>> CellMemory::Runs(CellG
   return runs;
 }
 
-Result<const std::byte*> CellMemory::CodedForRead(const Block& block, const LayerCells& layer, uint16_t head,
-                                                  std::byte* ring) const {
+void CellMemory::CountDiskReads() {
+  struct rusage usage = {};
+  (void)::getrusage(RUSAGE_SELF, &usage);
+  faults_ = usage.ru_majflt;
+  disk_blocks_ = usage.ru_inblock;
+}
+
+bool CellMemory::InStoreOnly(const Block& block) const {
+  if (!block.places[kFullLayers]) return false;
+  for (const LayerCells& layer : map_.layers) {
+    if (layer.group != kFullLayers) continue;
+    for (uint16_t h = 0; h < layer.n_heads; ++h) {
+      const CellEntry& cell = block.cells[layer.first_cell + h];
+      if (cell.coded == kNoSlot && cell.state != CellState::kEvicted) return true;
+    }
+  }
+  return false;
+}
+
+// Mapped while the system has the file's pages at hand. Where a step had to wait for them, the next one streams, until
+// one comes without the disk: reading whole runs ahead is faster then than faults of single pages, and what comes from
+// a disk is checked as it comes.
+void CellMemory::BeginReads() {
+  mapped_version_ = 0;
+  file_runs_.clear();
+  if (options_.tier == nullptr) return;
+  const int64_t faults = faults_, disk_blocks = disk_blocks_;
+  CountDiskReads();
+  const bool faulted = faults_ != faults;
+  disk_was_read_ = disk_blocks_ != disk_blocks;
+  const bool streams_on = !was_mapped_ && disk_was_read_;
+  was_mapped_ = options_.mapped && !faulted && !streams_on;
+  if (!was_mapped_) return;
+  auto version = options_.tier->MappedVersion();
+  if (!version) version = options_.tier->MappedVersion();  // without the file that was cut off meanwhile
+  if (version) mapped_version_ = static_cast<uint32_t>(*version);
+}
+
+void CellMemory::MapBlock(Block* block) {
+  block->mapped = nullptr;
+  if (!InStoreOnly(*block)) return;
+  const BlockPlace& place = *block->places[kFullLayers];
+  if (mapped_version_ != 0) block->mapped = options_.tier->MapExtent(map_.shapes[kFullLayers], place);
+  if (!disk_was_read_) return;
+  if (!file_runs_.empty()) {
+    FileRun& run = file_runs_.back();
+    if (run.first.segment == place.segment && run.first.offset == place.offset &&
+        run.first.index + run.n_blocks == place.index) {
+      ++run.n_blocks;
+      return;
+    }
+  }
+  file_runs_.push_back({place, 1});
+}
+
+void CellMemory::PrefetchLayer(const LayerCells& layer) const {
+  if (layer.group != kFullLayers) return;
+  for (const FileRun& file : file_runs_) {
+    for (const HeadRun& run : layer.runs) {
+      options_.tier->Prefetch(map_.shapes[kFullLayers], file.first, run.slot, file.n_blocks);
+    }
+  }
+}
+
+const std::byte* CellMemory::MappedCell(const Block& block, const LayerCells& layer, uint16_t head) const {
+  const BlockPlace& place = *block.places[kFullLayers];
+  const HeadRun& run = layer.run(head);
+  return block.mapped + run.before * place.n_blocks +
+         (uint64_t{place.index} * run.n_heads + layer.head_in_slot(head)) * run.layout.bytes;
+}
+
+// What a step checked and then read is what the file holds, unless the file changed in between, or pages of it came
+// from the disk: then it is checked once more, which tells whether what was read is what is there now.
+Status CellMemory::EndReads(std::span<Block* const> blocks) {
+  if (mapped_version_ == 0) return OkStatus();
+  const auto version = options_.tier->MappedVersion();
+  if (!version) return version.error();
+  const auto now = static_cast<uint32_t>(*version);
+  struct rusage usage = {};
+  (void)::getrusage(RUSAGE_SELF, &usage);
+  if (now == mapped_version_ && usage.ru_majflt == faults_) return OkStatus();
+  for (Block* block : blocks) {
+    if (block->mapped == nullptr) continue;
+    for (const LayerCells& layer : map_.layers) {
+      for (uint16_t h = 0; layer.group == kFullLayers && h < layer.n_heads; ++h) {
+        const CellEntry& cell = block->cells[layer.first_cell + h];
+        if (cell.checked != mapped_version_) continue;  // not read, or in an earlier state of the file
+        KVCELL_RETURN_IF_ERROR(CheckRead(*block, layer, h, MappedCell(*block, layer, h)));
+        cell.checked = now;
+      }
+    }
+  }
+  // Those bytes, too, may just have gone.
+  const auto last = options_.tier->MappedVersion();
+  return last ? OkStatus() : last.error();
+}
+
+Result<CellMemory::CodedBytes> CellMemory::CodedForRead(const Block& block, const LayerCells& layer, uint16_t head,
+                                                        std::byte* ring) const {
   const CellEntry& cell = block.cells[layer.first_cell + head];
-  if (cell.coded != kNoSlot) return coded(layer, head, cell);
+  if (cell.coded != kNoSlot) return CodedBytes{coded(layer, head, cell), ReadFrom::kRam};
   if (!block.places[layer.group]) {
     return Fail(StatusCode::kInternal,
                 fmt::format("the cell at position {} is neither in RAM nor in the store", block.position));
   }
+  if (block.mapped != nullptr && layer.group == kFullLayers) {
+    const std::byte* const bytes = MappedCell(block, layer, head);
+    const std::atomic_ref<uint32_t> checked(cell.checked);
+    if (checked.load(std::memory_order_relaxed) != mapped_version_) {
+      KVCELL_FAIL_IF_ERROR(CheckRead(block, layer, head, bytes));
+      checked.store(mapped_version_, std::memory_order_relaxed);
+    }
+    return CodedBytes{bytes, ReadFrom::kMapped};
+  }
   KVCELL_FAIL_IF_ERROR(ReadVerified(block, layer, head, ring));
-  return ring;
+  return CodedBytes{ring, ReadFrom::kRing};
 }
 
 Status CellMemory::ReadVerified(const Block& block, const LayerCells& layer, uint16_t head, std::byte* to) const {
-  const CellSetShape& shape = map_.shapes[layer.group];
-  const HeadRun& run = layer.run(head);
-  const uint16_t in_slot = layer.head_in_slot(head);
-  KVCELL_RETURN_IF_ERROR(options_.tier->ReadCells(shape, *block.places[layer.group], run.slot, in_slot, 1, to));
-  Status ok =
-      VerifyCell({to, run.layout.bytes}, layer.number, head, static_cast<uint64_t>(block.position), block.key.data());
+  KVCELL_RETURN_IF_ERROR(options_.tier->ReadCells(map_.shapes[layer.group], *block.places[layer.group],
+                                                  layer.slot(head), layer.head_in_slot(head), 1, to));
+  return CheckRead(block, layer, head, to);
+}
+
+Status CellMemory::CheckRead(const Block& block, const LayerCells& layer, uint16_t head, const std::byte* bytes) const {
+  const Status ok = VerifyCell({bytes, layer.coded(head).bytes}, layer.number, head,
+                               static_cast<uint64_t>(block.position), block.key.data());
   if (ok.ok()) return ok;
-  options_.tier->ReportDamage(*block.places[layer.group]);
-  const auto [path, offset] = options_.tier->Locate(shape, *block.places[layer.group], run.slot, in_slot);
+  const BlockPlace& place = *block.places[layer.group];
+  options_.tier->ReportDamage(place);
+  const auto [path, offset] =
+      options_.tier->Locate(map_.shapes[layer.group], place, layer.slot(head), layer.head_in_slot(head));
   return Status(ok.code(), fmt::format("{} at byte {}: {}; cut the sequence to {} tokens and append the rest again",
                                        path, offset, ok.message(), block.position));
 }

@@ -57,6 +57,7 @@ class CellMemory {
     CellTier* tier = nullptr;            // null: nothing can leave RAM
     uint64_t tier_bytes = 0;             // of cells that lie there already, for the rules' file budget
     uint64_t generation = 1;             // written into every cell coded here, unless its block has another
+    bool mapped = false;                 // cells that are not in RAM are attended in the mapped file, where it can be
     std::shared_ptr<const Rules> rules;  // null: the profile `balanced`
     MemoryProbe probe;                   // what the machine has free; empty: the real one
   };
@@ -137,12 +138,29 @@ class CellMemory {
     size_t n_sound = 0;
     Status damage;
   };
+  // Whether the store alone has coded bytes of some full-attention cell of the block.
+  bool InStoreOnly(const Block& block) const;
   Recovered Recover(std::span<Block* const> blocks, CellGroup group, bool keep);
 
-  // A cell's coded bytes: in RAM, or read from the store into `ring` and verified as they pass. Thread-safe between
-  // BalanceInBackground calls. kCorruption, kIoError.
-  Result<const std::byte*> CodedForRead(const Block& block, const LayerCells& layer, uint16_t head,
-                                        std::byte* ring) const;
+  // --- cells that are not in RAM. BeginReads before a step; of each block that it reads, MapBlock; then CodedForRead
+  // on any thread; EndReads once all is read, with the same blocks.
+  void BeginReads();
+  void MapBlock(Block* block);
+  // Lets the disk begin with a layer's cells of those blocks, where the step before had to wait for it. Thread-safe.
+  void PrefetchLayer(const LayerCells& layer) const;
+  // kCorruption where mapped bytes went away or changed while they were read and are wrong: what was computed means
+  // nothing.
+  Status EndReads(std::span<Block* const> blocks);
+
+  enum class ReadFrom : uint8_t { kRam, kRing, kMapped };
+  struct CodedBytes {
+    const std::byte* bytes = nullptr;
+    ReadFrom from = ReadFrom::kRam;
+  };
+  // A cell's coded bytes: in RAM; or in the mapped file, checked when its step is the first to read it since the file
+  // changed; or read from the store into `ring` and checked each time. Thread-safe between BalanceInBackground calls.
+  // kCorruption, kIoError.
+  Result<CodedBytes> CodedForRead(const Block& block, const LayerCells& layer, uint16_t head, std::byte* ring) const;
 
   std::byte* coded(const LayerCells& layer, uint16_t head, const CellEntry& cell) {
     return coded_[layer.run(head).pool]->at(cell.coded);
@@ -239,6 +257,11 @@ class CellMemory {
   size_t RecoverRun(std::span<Block* const> blocks, CellGroup group, bool keep, Status* damage);
   void AddResident(Block* block);
   void Forget(Block* block);
+  void CountDiskReads();
+  void PlaceAt(Block* block, CellGroup group, const std::optional<BlockPlace>& place);
+  // Where a cell lies in its block's mapped extent.
+  const std::byte* MappedCell(const Block& block, const LayerCells& layer, uint16_t head) const;
+  Status CheckRead(const Block& block, const LayerCells& layer, uint16_t head, const std::byte* bytes) const;
   Result<std::vector<BlockPlace>> WriteExtent(std::span<Block* const> blocks, CellGroup group) const;
   Status CheckFileBudget(uint64_t bytes) const;
   void MarkWritten(std::span<Block* const> blocks, CellGroup group, const std::vector<BlockPlace>& places);
@@ -275,6 +298,17 @@ class CellMemory {
   uint64_t peak_ = 0;
   uint64_t step_ = 0;
   bool moved_on_ = false;
+  uint32_t mapped_version_ = 0;  // of the mapped files; 0: nothing is mapped
+  struct FileRun {
+    BlockPlace first;
+    uint32_t n_blocks = 0;
+  };
+  std::vector<FileRun> file_runs_;  // of blocks that the step reads from the store, where they are to be prefetched
+  // Of this process when the step began: faults that waited for a disk, and blocks that it had read.
+  int64_t faults_ = 0;
+  int64_t disk_blocks_ = 0;
+  bool disk_was_read_ = false;                   // in the step before
+  bool was_mapped_ = true;                       // that step
   mutable std::atomic<uint64_t> file_bytes_{0};  // in the store when it was opened, and appended since
   std::unique_ptr<PressureSampler> sampler_;
 

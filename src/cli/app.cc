@@ -113,24 +113,25 @@ class Program {
   void AddRun() {
     CLI::App* command = Command(&app_, "run", "feeds a prompt and prints the answer as it comes",
                                 "kvcell run -m model.gguf -f report.txt -p 'What does it conclude?' --session report");
-    parser_.Offer(command, {"model",    "prompt",  "file",          "max-tokens", "temp",        "top-k",
-                            "top-p",    "min-p",   "seed",          "raw",        "ctx",         "threads",
-                            "codec",    "sinks",   "recent-blocks", "ram-budget", "store",       "durability",
-                            "disk-cap", "ttl",     "namespace",     "key-file",   "key-command", "scrub-rate",
-                            "session",  "samples", "no-prefix",     "json",       "report",      "quiet",
-                            "rules",    "profile", "metrics",       "trace",      "curve",       "curve-every"});
+    parser_.Offer(
+        command,
+        {"model",   "prompt",     "file",      "max-tokens",  "temp",      "top-k",    "top-p",         "min-p",
+         "seed",    "raw",        "ctx",       "threads",     "codec",     "sinks",    "recent-blocks", "ram-budget",
+         "store",   "durability", "disk-cap",  "ttl",         "namespace", "key-file", "key-command",   "scrub-rate",
+         "session", "samples",    "no-prefix", "json",        "report",    "quiet",    "rules",         "profile",
+         "metrics", "trace",      "curve",     "curve-every", "file-reads"});
     OnChosen(command, [this](const Options& options) { return RunCommand(options, Given()); });
   }
 
   void AddChat() {
     CLI::App* command = Command(&app_, "chat", "a conversation in the terminal, kept in the store",
                                 "kvcell chat -m model.gguf --session ideas");
-    parser_.Offer(
-        command,
-        {"model",      "session",  "max-tokens", "temp",      "top-k",    "top-p",         "min-p",      "seed",
-         "raw",        "ctx",      "threads",    "codec",     "sinks",    "recent-blocks", "ram-budget", "store",
-         "durability", "disk-cap", "ttl",        "namespace", "key-file", "key-command",   "scrub-rate", "no-prefix",
-         "quiet",      "rules",    "profile",    "metrics",   "trace",    "curve",         "curve-every"});
+    parser_.Offer(command,
+                  {"model",       "session",    "max-tokens",  "temp",      "top-k", "top-p",     "min-p",
+                   "seed",        "raw",        "ctx",         "threads",   "codec", "sinks",     "recent-blocks",
+                   "ram-budget",  "store",      "durability",  "disk-cap",  "ttl",   "namespace", "key-file",
+                   "key-command", "scrub-rate", "no-prefix",   "quiet",     "rules", "profile",   "metrics",
+                   "trace",       "curve",      "curve-every", "file-reads"});
     OnChosen(command, [this](const Options& options) { return ChatCommand(options, Given()); });
   }
 

@@ -31,7 +31,8 @@ bool Turn(const Options& options, Engine* engine, Conversation* conversation, co
     return true;
   }
   Progress progress("prompt", !options.quiet);
-  const Result<Answer> answer = conversation->Generate(options.max_tokens, TerminalHooks(&progress, true));
+  const Result<Answer> answer =
+      conversation->Generate(options.max_tokens, TerminalHooks(&progress, true, options.quiet));
   progress.Clear();
   if (!answer) {
     PrintError(answer.error());

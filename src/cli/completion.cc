@@ -53,6 +53,7 @@ _kvcell() {
       return ;;
     --codec) COMPREPLY=($(compgen -W 'f16 i8 i5 i4 i43 i3' -- "$current")); return ;;
     --durability) COMPREPLY=($(compgen -W 'none process power' -- "$current")); return ;;
+    --file-reads) COMPREPLY=($(compgen -W 'mapped streamed' -- "$current")); return ;;
     --store) compopt -o dirnames; return ;;
     --profile) COMPREPLY=($(compgen -W 'quality balanced elastic long-context edge server' -- "$current")); return ;;
     -m|--model|-f|--file|--config|--report|--state|--rules|--metrics|--trace|--curve) return ;;  # a file's name: readline's own completion

@@ -13,6 +13,9 @@
 namespace kvcell::cli {
 namespace {
 
+// Files that go on being damaged under a running process are not waited for.
+constexpr int kMostRepairs = 8;
+
 using Clock = std::chrono::steady_clock;
 
 double MillisecondsSince(Clock::time_point start) {
@@ -39,7 +42,8 @@ ConversationSettings SettingsFrom(const Options& options, SamplerGiven sampler_g
                       .min_p = static_cast<float>(options.min_p),
                       .seed = options.seed},
           .sampler_given = sampler_given,
-          .raw = options.raw};
+          .raw = options.raw,
+          .durability = options.durability_given ? std::optional(options.durability) : std::nullopt};
 }
 
 Result<std::unique_ptr<Conversation>> Conversation::Open(Engine* engine, const ConversationSettings& settings) {
@@ -95,6 +99,9 @@ void Conversation::ReadExtras(const std::string& extras, SamplerGiven sampler_gi
   if (!object.is_object()) return;
   ReadField(object, "ended", &ended_);
   if (!raw_) ReadField(object, "raw", &raw_);
+  if (const auto level = object.find("durability"); !durability_ && level != object.end() && level->is_string()) {
+    durability_ = ParseDurability(level->get<std::string>());
+  }
   if (const auto sampler = object.find("sampler"); sampler != object.end() && sampler->is_object()) {
     SamplerOptions options = sampler_.options();
     if (!sampler_given.temp) ReadField(*sampler, "temperature", &options.temperature);
@@ -127,6 +134,7 @@ std::string Conversation::WriteExtras() const {
                              {"min_p", sampler.min_p},
                              {"seed", sampler.seed}}}};
   if (!pending_.empty()) object["pending"] = pending_;
+  object["durability"] = DurabilityName(durability_.value_or(engine_->cache->options().durability));
   return object.dump();
 }
 
@@ -202,7 +210,39 @@ Status Conversation::AddPrompt(const std::string& text) {
   return OkStatus();
 }
 
-Status Conversation::Step(std::span<const Token> tokens, bool want_logits) {
+Status Conversation::Step(std::span<const Token> tokens, bool want_logits, const AnswerHooks& hooks) {
+  Status status = StepOnce(tokens, want_logits);
+  for (int attempt = 0; status.code() == StatusCode::kCorruption && attempt < kMostRepairs; ++attempt) {
+    status = ComputeAgain(tokens, want_logits, hooks);
+  }
+  return status;
+}
+
+Status Conversation::ComputeAgain(std::span<const Token> tokens, bool want_logits, const AnswerHooks& hooks) {
+  Cache& cache = *engine_->cache;
+  const auto before = cache.Tokens(sequence_);
+  std::vector<Token> all(before.begin(), before.end());
+  std::string what;
+  std::unique_lock<std::mutex> lock;
+  if (engine_->control != nullptr) lock = engine_->control->Step();
+  const Result<int64_t> from = cache.CutToSound(sequence_, &what);
+  if (!from) return from.error();
+  if (lock.owns_lock()) lock.unlock();
+  if (hooks.on_damage && *from < static_cast<int64_t>(all.size())) {
+    hooks.on_damage(fmt::format("{}; tokens {}..{} are computed again", what, FormatCount(*from),
+                                FormatCount(static_cast<int64_t>(all.size()) - 1)));
+  }
+  all.insert(all.end(), tokens.begin(), tokens.end());
+  const auto chunk_limit = static_cast<size_t>(cache.options().max_step_tokens);
+  for (auto at = static_cast<size_t>(*from); at < all.size();) {
+    const size_t n = std::min(chunk_limit, all.size() - at);
+    KVCELL_RETURN_IF_ERROR(StepOnce(std::span(all).subspan(at, n), want_logits && at + n == all.size()));
+    at += n;
+  }
+  return OkStatus();
+}
+
+Status Conversation::StepOnce(std::span<const Token> tokens, bool want_logits) {
   const ModelStep step{.sequence = sequence_, .tokens = tokens, .want_logits = want_logits};
   std::vector<float> logits;
   if (engine_->control != nullptr) engine_->control->ReloadIfAsked();
@@ -235,7 +275,7 @@ Status Conversation::Feed(const AnswerHooks& hooks, bool* stopped) {
   Status status;
   while (fed < pending_.size() && !*stopped) {
     const size_t n = std::min(chunk_limit, pending_.size() - fed);
-    status = Step(std::span(pending_).subspan(fed, n), fed + n == pending_.size());
+    status = Step(std::span(pending_).subspan(fed, n), fed + n == pending_.size(), hooks);
     if (!status.ok()) break;
     fed += n;
     if (hooks.on_fed) hooks.on_fed(static_cast<int64_t>(fed), total);
@@ -297,7 +337,7 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
     show(stream.Push(engine_->model->Piece(token)));
     // The last token is fed only where a later process may go on from its logits.
     if (static_cast<int64_t>(answer.tokens.size()) == max_tokens && !keeps) break;
-    if (const Status status = Step({&token, 1}, true); !status.ok()) return Fail(status);
+    if (const Status status = Step({&token, 1}, true, hooks); !status.ok()) return Fail(status);
     ++answer.decode_steps;
     stopped = hooks.should_stop && hooks.should_stop();
   }
@@ -310,7 +350,7 @@ Status Conversation::Save() {
   std::unique_lock<std::mutex> lock;
   if (engine_->control != nullptr) lock = engine_->control->Step();
   if (session_.empty()) return engine_->shares_prefixes ? engine_->cache->Publish(sequence_) : OkStatus();
-  KVCELL_RETURN_IF_ERROR(engine_->cache->Save(sequence_, session_, logits_, WriteExtras()));
+  KVCELL_RETURN_IF_ERROR(engine_->cache->Save(sequence_, session_, logits_, WriteExtras(), durability_));
   if (engine_->control != nullptr) engine_->control->NoteSaved(Length());
   return OkStatus();
 }

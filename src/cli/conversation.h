@@ -22,8 +22,9 @@ namespace kvcell::cli {
 struct ConversationSettings {
   std::string session;  // "": nothing is kept
   SamplerOptions sampler;
-  SamplerGiven sampler_given;  // a session goes on with what it was stored with for the others
-  bool raw = false;            // prompts are fed as they are
+  SamplerGiven sampler_given;         // a session goes on with what it was stored with for the others
+  bool raw = false;                   // prompts are fed as they are
+  std::optional<uint8_t> durability;  // of the session from now on, as CacheOptions has it; nothing: what it was, or 1
 };
 
 ConversationSettings SettingsFrom(const Options& options, SamplerGiven sampler_given);
@@ -33,6 +34,7 @@ struct AnswerHooks {
   std::function<void(std::string_view)> on_text;            // whole UTF-8 characters
   std::function<void(int64_t done, int64_t total)> on_fed;  // tokens of the prompt
   std::function<bool()> should_stop;                        // asked after every step
+  std::function<void(std::string_view)> on_damage;          // stored cells that are being computed again, and why
 };
 
 enum class AnswerEnd : uint8_t { kEnded, kTokenLimit, kContextFull, kStopped };
@@ -84,7 +86,11 @@ class Conversation {
 
  private:
   Conversation(Engine* engine, const ConversationSettings& settings)
-      : engine_(engine), session_(settings.session), sampler_(settings.sampler), raw_(settings.raw) {}
+      : engine_(engine),
+        session_(settings.session),
+        sampler_(settings.sampler),
+        raw_(settings.raw),
+        durability_(settings.durability) {}
 
   Status Resume(OpenedSession opened, SamplerGiven sampler_given);
   void ReadExtras(const std::string& extras, SamplerGiven sampler_given);
@@ -93,12 +99,16 @@ class Conversation {
   Result<std::string> TurnText(const std::string& text) const;
   Status BeginWithPrefix();
   Status Feed(const AnswerHooks& hooks, bool* stopped);
-  Status Step(std::span<const Token> tokens, bool want_logits);
+  // One step. Stored cells that are found damaged are computed again, with all behind them, and the step with them.
+  Status Step(std::span<const Token> tokens, bool want_logits, const AnswerHooks& hooks);
+  Status StepOnce(std::span<const Token> tokens, bool want_logits);
+  Status ComputeAgain(std::span<const Token> tokens, bool want_logits, const AnswerHooks& hooks);
 
   Engine* engine_;
   std::string session_;
   Sampler sampler_;
   bool raw_;
+  std::optional<uint8_t> durability_;
   SequenceId sequence_ = 0;
   std::vector<Token> pending_;  // to be fed before anything is generated
   std::vector<float> logits_;   // after the last token; empty while something is pending

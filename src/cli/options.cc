@@ -106,12 +106,11 @@ Status SetTypes(const std::string& text, std::vector<std::string>* values) {
 }
 
 Status SetDurability(const std::string& text, uint8_t* value) {
-  static constexpr std::array<std::string_view, 3> kLevels = {"none", "process", "power"};
-  const auto found = std::find(kLevels.begin(), kLevels.end(), text);
-  if (found == kLevels.end()) {
+  const std::optional<uint8_t> level = ParseDurability(text);
+  if (!level) {
     return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is no durability; use none, process or power", text));
   }
-  *value = static_cast<uint8_t>(found - kLevels.begin());
+  *value = *level;
   return OkStatus();
 }
 
@@ -302,8 +301,31 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--durability",
        .type = "LEVEL",
        .shown_default = "process",
-       .help = "what a save survives: none (nothing promised, fastest), process (kill -9), power (power loss, slowest)",
-       .set = [](const std::string& t, Options* o) { return SetDurability(t, &o->durability); }},
+       .help =
+           "what a save survives: none (nothing promised, fastest), process (kill -9), power (power loss, slowest); a "
+           "session keeps its level until another one is given",
+       .set =
+           [](const std::string& t, Options* o) {
+             o->durability_given = true;
+             return SetDurability(t, &o->durability);
+           }},
+      {.name = "file-reads",
+       .flags = "--file-reads",
+       .type = "HOW",
+       .shown_default = "mapped",
+       .help =
+           "how cells that don't fit into --ram-budget are attended: mapped (in the file's own pages while the system "
+           "has them at hand, checked when the file or they are new; else streamed) or streamed (read and checked "
+           "every "
+           "time, which keeps the pages out of resident memory)",
+       .set =
+           [](const std::string& t, Options* o) {
+             if (t != "mapped" && t != "streamed") {
+               return Status(StatusCode::kInvalidArgument, fmt::format("'{}' is neither mapped nor streamed", t));
+             }
+             o->file_reads = t == "mapped" ? FileReads::kMapped : FileReads::kStreamed;
+             return OkStatus();
+           }},
       {.name = "disk-cap",
        .flags = "--disk-cap",
        .type = "SIZE",
@@ -969,6 +991,7 @@ Result<CacheOptions> ToCacheOptions(const Options& options) {
   cache.recent_blocks = options.recent_blocks;
   cache.ram_budget = options.ram_budget;
   cache.durability = options.durability;
+  cache.file_reads = options.file_reads;
   cache.disk_cap = options.disk_cap;
   cache.ttl_seconds = options.ttl_seconds;
   cache.name_space = options.name_space;

@@ -51,6 +51,8 @@ struct Options {
   uint64_t ram_budget = 0;
   std::string store;  // "" where neither an option nor the home directory tells
   uint8_t durability = 1;
+  bool durability_given = false;  // else a session goes on with its own
+  FileReads file_reads = FileReads::kMapped;
   uint64_t disk_cap = 0;
   int64_t ttl_seconds = 0;
   std::string name_space;

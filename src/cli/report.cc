@@ -108,7 +108,7 @@ void AddCacheRows(const Engine& engine, const CacheStats& stats, Table* table) {
 
 }  // namespace
 
-AnswerHooks TerminalHooks(Progress* progress, bool prints) {
+AnswerHooks TerminalHooks(Progress* progress, bool prints, bool quiet) {
   AnswerHooks hooks;
   hooks.on_fed = [progress](int64_t done, int64_t total) {
     if (done < total) {
@@ -122,6 +122,12 @@ AnswerHooks TerminalHooks(Progress* progress, bool prints) {
       progress->Clear();
       std::fwrite(text.data(), 1, text.size(), stdout);
       std::fflush(stdout);
+    };
+  }
+  if (!quiet) {
+    hooks.on_damage = [progress](std::string_view what) {
+      progress->Clear();
+      PrintWarning(what);
     };
   }
   // Nobody reads on: as good as a Ctrl-C.

@@ -11,7 +11,7 @@ namespace kvcell::cli {
 
 // Hooks that draw the prompt's progress, print the answer's text on standard output where `prints`, and stop on a
 // signal.
-AnswerHooks TerminalHooks(Progress* progress, bool prints);
+AnswerHooks TerminalHooks(Progress* progress, bool prints, bool quiet);
 
 // The object of `run --json`.
 Json AnswerReport(const Engine& engine, const Conversation& conversation, const Answer& answer);

@@ -76,7 +76,8 @@ int RunCommand(const Options& options, SamplerGiven sampler_given) {
   }
 
   Progress progress("prompt", !options.quiet && !options.json);
-  const Result<Answer> answer = conversation.Generate(options.max_tokens, TerminalHooks(&progress, !options.json));
+  const Result<Answer> answer =
+      conversation.Generate(options.max_tokens, TerminalHooks(&progress, !options.json, options.quiet));
   progress.Clear();
   if (!answer) return Failed(answer.error());
   if (!options.json) Print(stdout, "\n");

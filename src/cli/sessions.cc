@@ -14,6 +14,15 @@
 namespace kvcell::cli {
 namespace {
 
+// What its saves survive, as `run` and `chat` have written it down; "" where another program has saved it.
+std::string SessionDurability(const nlohmann::json& extras) {
+  if (!extras.is_object()) return "";
+  const auto level = extras.find("durability");
+  return level != extras.end() && level->is_string() && ParseDurability(level->get<std::string>())
+             ? level->get<std::string>()
+             : "";
+}
+
 Json IdentityJson(const Identity& identity) {
   Json object = Json::object();
   for (const auto& [name, value] : identity) object[name] = value;
@@ -59,13 +68,15 @@ int SessionsShowCommand(const Options& options, const std::string& name) {
   const Result<SessionRecord> session = (*store)->Load(name);
   if (!session) return Failed(session.error());
   const auto tokens = static_cast<int64_t>(session->tokens.size());
+  const nlohmann::json extras = nlohmann::json::parse(session->extras, nullptr, false);
+  const std::string durability = SessionDurability(extras);
   if (options.json) {
-    const nlohmann::json extras = nlohmann::json::parse(session->extras, nullptr, false);
     PrintJson({{"name", session->name},
                {"tokens", tokens},
                {"blocks", session->blocks.size()},
                {"model", session->model},
                {"last_used", session->last_used},
+               {"durability", durability},
                {"identity", IdentityJson(session->identity)},
                {"extras", extras.is_discarded() ? nlohmann::json(session->extras) : extras}});
     return 0;
@@ -76,6 +87,7 @@ int SessionsShowCommand(const Options& options, const std::string& name) {
   table.Add({"tokens", FormatCount(tokens)});
   table.Add({"sealed blocks", FormatCount(static_cast<int64_t>(session->blocks.size()))});
   table.Add({"last used", FormatTime(session->last_used)});
+  if (!durability.empty()) table.Add({"durability", durability});
   for (const auto& [field, value] : session->identity) table.Add({"identity: " + field, value});
   table.Add({"extras", session->extras});
   table.Print(stdout);

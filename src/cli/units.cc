@@ -127,6 +127,18 @@ Result<bool> ParseBool(std::string_view text) {
   return Fail(StatusCode::kInvalidArgument, fmt::format("'{}' is neither true nor false", text));
 }
 
+namespace {
+constexpr std::array<std::string_view, 3> kDurabilities = {"none", "process", "power"};
+}  // namespace
+
+std::optional<uint8_t> ParseDurability(std::string_view text) {
+  const auto found = std::ranges::find(kDurabilities, text);
+  if (found == kDurabilities.end()) return std::nullopt;
+  return static_cast<uint8_t>(found - kDurabilities.begin());
+}
+
+std::string_view DurabilityName(uint8_t level) { return kDurabilities.at(level); }
+
 std::string FormatMilliseconds(double ms) {
   if (ms < 1.0) return fmt::format("{:.2f} ms", ms);
   if (ms < 10000.0) return fmt::format("{:.{}f} ms", ms, ms < 100.0 ? 1 : 0);

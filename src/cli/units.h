@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -23,6 +24,10 @@ Result<int64_t> ParseInteger(std::string_view text, int64_t low, int64_t high);
 Result<double> ParseDecimal(std::string_view text, double low, double high);
 // true, yes, on, 1 and their opposites.
 Result<bool> ParseBool(std::string_view text);
+
+// `none`, `process` and `power`, as CacheOptions::durability numbers them; nothing where the text is none of them.
+std::optional<uint8_t> ParseDurability(std::string_view text);
+std::string_view DurabilityName(uint8_t level);
 
 // "123 ms", "4.6 s", "2 min 5 s".
 std::string FormatMilliseconds(double ms);

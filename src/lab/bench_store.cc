@@ -2,6 +2,8 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -14,6 +16,7 @@
 #include <optional>
 #include <system_error>
 
+#include "base/memory_probe.h"
 #include "kvcell/cache.h"
 #include "lab/peer.h"
 #include "model/model.h"
@@ -27,7 +30,10 @@ constexpr size_t kWriteChunk = size_t{4} << 20;
 constexpr uint64_t kDiskProbeBytes = uint64_t{256} << 20;
 constexpr int kDecodeSteps = 32;  // of a round
 constexpr int kSaveEvery = 16;    // decode steps between two saves
-constexpr int32_t kChunk = 512;   // tokens per prefill step
+constexpr int kStepsOfATurn = 8;  // where ways of reading take turns
+constexpr int kLimitedSteps = 12;
+constexpr uint64_t kGroupSlack = uint64_t{4} << 20;  // of a cgroup: the kernel's own tables
+constexpr int32_t kChunk = 512;                      // tokens per prefill step
 const char* const kSession = "bench";
 
 double MsSince(Clock::time_point start) {
@@ -144,37 +150,45 @@ struct Engine {
   double load_ms = 0;
 };
 
-Result<Engine> OpenEngine(const BenchStoreOptions& options, const std::string& store, uint64_t ram_budget) {
+// A budget of 0: as much as the context takes; else no less than the smallest that works.
+Result<std::unique_ptr<Cache>> OpenCache(const BenchStoreOptions& options, const Model& model, const std::string& store,
+                                         uint64_t ram_budget, FileReads file_reads) {
+  const auto codec = ParseCodec(options.codec);
+  if (!codec) return Fail(codec.error());
+  CacheOptions cache;
+  cache.geometry = model.facts().geometry;
+  cache.codec = *codec;
+  cache.max_step_tokens = kChunk;
+  cache.store = store;
+  cache.durability = 2;
+  cache.file_reads = file_reads;
+  cache.identity = model.identity();
+  cache.model_name = model.facts().name;
+  const auto plan = PlanMemory(cache, options.context + 4 * kDecodeSteps * (options.rounds + 1), 1);
+  if (!plan) return Fail(plan.error());
+  cache.ram_budget = ram_budget != 0 ? std::max(ram_budget, plan->minimum) : std::max(plan->total, plan->minimum);
+  return Cache::Open(cache);
+}
+
+Result<Engine> OpenEngine(const BenchStoreOptions& options, const std::string& store) {
   Engine engine;
   const auto start = Clock::now();
   auto model = Model::Load(options.model, {.n_threads = options.n_threads, .max_batch = kChunk, .digest_folder = {}});
   if (!model) return Fail(model.error());
   engine.model = std::move(*model);
-  const auto codec = ParseCodec(options.codec);
-  if (!codec) return Fail(codec.error());
-  CacheOptions cache;
-  cache.geometry = engine.model->facts().geometry;
-  cache.codec = *codec;
-  cache.max_step_tokens = kChunk;
-  cache.store = store;
-  cache.durability = 2;
-  cache.identity = engine.model->identity();
-  cache.model_name = engine.model->facts().name;
-  const auto plan = PlanMemory(cache, options.context + 4 * kDecodeSteps * (options.rounds + 1), 1);
-  if (!plan) return Fail(plan.error());
-  cache.ram_budget = ram_budget != 0 ? std::max(ram_budget, plan->minimum) : std::max(plan->total, plan->minimum);
-  auto opened = Cache::Open(cache);
-  if (!opened) return Fail(opened.error());
-  engine.cache = std::move(*opened);
+  auto cache = OpenCache(options, *engine.model, store, 0, FileReads::kMapped);
+  if (!cache) return Fail(cache.error());
+  engine.cache = std::move(*cache);
   engine.load_ms = MsSince(start);
   return engine;
 }
 
-Status Feed(Engine* engine, SequenceId sequence, std::span<const Token> tokens, std::vector<float>* logits) {
+Status Feed(Model* model, Cache* cache, SequenceId sequence, std::span<const Token> tokens,
+            std::vector<float>* logits) {
   for (size_t at = 0; at < tokens.size(); at += kChunk) {
     const size_t n = std::min<size_t>(kChunk, tokens.size() - at);
     const ModelStep step{.sequence = sequence, .tokens = tokens.subspan(at, n), .want_logits = at + n == tokens.size()};
-    KVCELL_RETURN_IF_ERROR(engine->model->Forward(engine->cache.get(), {&step, 1}, logits));
+    KVCELL_RETURN_IF_ERROR(model->Forward(cache, {&step, 1}, logits));
   }
   return OkStatus();
 }
@@ -184,13 +198,13 @@ Token Likeliest(const std::vector<float>& logits) {
 }
 
 // Milliseconds of each of n decode steps; `between` runs after a step and is counted into it.
-Result<std::vector<double>> Decode(Engine* engine, SequenceId sequence, int n, std::vector<float>* logits,
+Result<std::vector<double>> Decode(Model* model, Cache* cache, SequenceId sequence, int n, std::vector<float>* logits,
                                    const std::function<Status(int)>& between) {
   std::vector<double> times;
   for (int i = 0; i < n; ++i) {
     const Token token = Likeliest(*logits);
     const auto start = Clock::now();
-    KVCELL_FAIL_IF_ERROR(Feed(engine, sequence, {&token, 1}, logits));
+    KVCELL_FAIL_IF_ERROR(Feed(model, cache, sequence, {&token, 1}, logits));
     if (between) KVCELL_FAIL_IF_ERROR(between(i));
     times.push_back(MsSince(start));
   }
@@ -226,7 +240,7 @@ struct ColdTimes {
 
 ColdTimes MeasureCold(const BenchStoreOptions& options, const Workplace& place) {
   ColdTimes times;
-  auto engine = OpenEngine(options, place.store(), 0);
+  auto engine = OpenEngine(options, place.store());
   if (!engine) return times;
   times.model_load = engine->load_ms;
   ForgetPages(place.store() + "/segments");
@@ -236,10 +250,12 @@ ColdTimes MeasureCold(const BenchStoreOptions& options, const Workplace& place) 
   times.open = MsSince(start);
   std::vector<float> logits = session->logits;
   const Token token = Likeliest(logits);
-  if (!Feed(&*engine, session->sequence, {&token, 1}, &logits).ok()) return times;
+  Model* const model = engine->model.get();
+  Cache* const cache = engine->cache.get();
+  if (!Feed(model, cache, session->sequence, {&token, 1}, &logits).ok()) return times;
   times.first_token = MsSince(start);
   times.reused = static_cast<double>(session->usable);
-  const auto steps = Decode(&*engine, session->sequence, kDecodeSteps, &logits, nullptr);
+  const auto steps = Decode(model, cache, session->sequence, kDecodeSteps, &logits, nullptr);
   if (steps) times.decode_step = Median(*steps);
   if (!options.peer) return times;
   engine->cache.reset();
@@ -256,10 +272,100 @@ ColdTimes MeasureCold(const BenchStoreOptions& options, const Workplace& place) 
   return times;
 }
 
+// --- RAM that the machine limits
+// --------------------------------------------------------------------------------------
+
+// A memory cgroup for this process, gone with the object once the process has left it. Version 1 or 2 of the
+// interface; nothing where none can be made, as without being root.
+class MemoryGroup {
+ public:
+  static std::unique_ptr<MemoryGroup> Make() {
+    constexpr std::array<std::array<const char*, 2>, 2> kInterfaces = {
+        {{"/sys/fs/cgroup/memory", "memory.limit_in_bytes"}, {"/sys/fs/cgroup", "memory.max"}}};
+    for (const auto& [root, limit] : kInterfaces) {
+      std::unique_ptr<MemoryGroup> group(new MemoryGroup);
+      group->path_ = fmt::format("{}/kvcell-bench-{}", root, ::getpid());
+      if (::mkdir(group->path_.c_str(), 0755) != 0) continue;
+      group->made_ = true;
+      group->limit_ = group->path_ + "/" + limit;
+      if (std::filesystem::exists(group->limit_)) return group;
+    }
+    return nullptr;
+  }
+  ~MemoryGroup() {
+    if (made_) ::rmdir(path_.c_str());
+  }
+  MemoryGroup(const MemoryGroup&) = delete;
+  MemoryGroup& operator=(const MemoryGroup&) = delete;
+
+  bool Enter() const { return Write(path_ + "/cgroup.procs", "0"); }
+  bool Limit(uint64_t bytes) const { return Write(limit_, std::to_string(bytes)); }
+
+ private:
+  MemoryGroup() = default;
+  static bool Write(const std::string& path, const std::string& text) {
+    const int fd = ::open(path.c_str(), O_WRONLY | O_CLOEXEC);
+    if (fd < 0) return false;
+    const bool written = ::write(fd, text.data(), text.size()) == static_cast<ssize_t>(text.size());
+    ::close(fd);
+    return written;
+  }
+  std::string path_, limit_;
+  bool made_ = false;
+};
+
+// ms of a decode step in a cgroup that has room for this process's own memory and a quarter of the context's cells.
+struct LimitedTimes {
+  double streamed = -1, mapped = -1;
+  double disk_streamed = 0, disk_mapped = 0;  // bytes that a step read from the disk
+  double context_of_room = 0;
+};
+
+double DiskBytesRead() {
+  struct rusage usage = {};
+  (void)::getrusage(RUSAGE_SELF, &usage);
+  return static_cast<double>(usage.ru_inblock) * 512;
+}
+
+LimitedTimes MeasureLimited(const BenchStoreOptions& options, const Workplace& place, const MemoryGroup* group) {
+  LimitedTimes times;
+  if (group == nullptr || !group->Enter()) return times;
+  auto engine = OpenEngine(options, place.store());
+  if (!engine) return times;
+  engine->cache.reset();
+  const uint64_t cells = BytesBelow(place.store() + "/segments");
+  for (const FileReads reads : {FileReads::kStreamed, FileReads::kMapped}) {
+    const bool streamed = reads == FileReads::kStreamed;
+    (void)group->Limit(uint64_t{1} << 50);
+    auto cache = OpenCache(options, *engine->model, place.store(), 1, reads);
+    if (!cache) return times;
+    auto session = (*cache)->OpenSession(kSession);
+    if (!session || session->logits.empty()) return times;
+    std::vector<float> logits = session->logits;
+    Model* const model = engine->model.get();
+    if (!Decode(model, cache->get(), session->sequence, 2, &logits, nullptr)) return times;
+    const auto memory = ProbeProcessMemory();
+    if (!memory) return times;
+    const uint64_t room = cells / 4;
+    ForgetPages(place.store() + "/segments");
+    if (!group->Limit(memory->anonymous + room + kGroupSlack)) return times;
+    if (!Decode(model, cache->get(), session->sequence, 2, &logits, nullptr)) return times;
+    const double before = DiskBytesRead();
+    const auto steps = Decode(model, cache->get(), session->sequence, kLimitedSteps, &logits, nullptr);
+    if (!steps) return times;
+    (streamed ? times.disk_streamed : times.disk_mapped) = (DiskBytesRead() - before) / kLimitedSteps;
+    (streamed ? times.streamed : times.mapped) = Median(*steps);
+    times.context_of_room = static_cast<double>(cells) / static_cast<double>(room);
+  }
+  (void)group->Limit(uint64_t{1} << 50);
+  return times;
+}
+
 // A child that waits for a word and then measures: forked before this process has loaded anything.
+template <typename Times>
 class ColdProcess {
  public:
-  static Result<std::unique_ptr<ColdProcess>> Start(const BenchStoreOptions& options, const Workplace& place) {
+  static Result<std::unique_ptr<ColdProcess>> Start(const std::function<Times()>& measure) {
     std::array<int, 2> go{}, told{};
     if (::pipe2(go.data(), O_CLOEXEC) != 0 || ::pipe2(told.data(), O_CLOEXEC) != 0) {
       return Fail(StatusCode::kIoError, "no pipe for the cold process: raise the limit of open files");
@@ -271,7 +377,7 @@ class ColdProcess {
       ::close(go[1]);
       char word = 0;
       if (::read(go[0], &word, 1) != 1) ::_exit(1);  // the parent has ended
-      const ColdTimes times = MeasureCold(options, place);
+      const Times times = measure();
       ::_exit(::write(told[1], &times, sizeof(times)) == sizeof(times) ? 0 : 1);
     }
     ::close(go[0]);
@@ -281,18 +387,17 @@ class ColdProcess {
     return process;
   }
   ~ColdProcess() {
-    ::close(go_);
+    if (go_ >= 0) ::close(go_);
     ::close(told_);
     ::waitpid(pid_, nullptr, 0);
   }
   ColdProcess(const ColdProcess&) = delete;
   ColdProcess& operator=(const ColdProcess&) = delete;
 
-  Result<ColdTimes> Run() {
-    ColdTimes times;
-    if (::write(go_, "g", 1) != 1 || ::read(told_, &times, sizeof(times)) != sizeof(times) || times.first_token < 0) {
-      return Fail(StatusCode::kInternal, "the cold process could not resume the session: please report this");
-    }
+  // Nothing where it could not measure.
+  std::optional<Times> Run() {
+    Times times;
+    if (::write(go_, "g", 1) != 1 || ::read(told_, &times, sizeof(times)) != sizeof(times)) return std::nullopt;
     return times;
   }
 
@@ -310,7 +415,7 @@ class Bench {
  public:
   Bench(const BenchStoreOptions& options, const Workplace& place) : options_(options), place_(place) {}
 
-  Result<BenchStoreResult> Run(ColdProcess* cold) {
+  Result<BenchStoreResult> Run(ColdProcess<ColdTimes>* cold, ColdProcess<LimitedTimes>* limited) {
     KVCELL_FAIL_IF_ERROR(Prefill());
     KVCELL_FAIL_IF_ERROR(Save());
     if (options_.peer) KVCELL_FAIL_IF_ERROR(PeerSave());
@@ -318,6 +423,7 @@ class Bench {
     engine_.cache.reset();  // gives the session's lock back
     KVCELL_FAIL_IF_ERROR(Resume(cold));
     KVCELL_FAIL_IF_ERROR(BeyondRam());
+    KVCELL_FAIL_IF_ERROR(BeyondLimitedRam(limited));
     return std::move(result_);
   }
 
@@ -331,7 +437,7 @@ class Bench {
 
   Status Prefill() {
     Stage("computing the prefix");
-    auto engine = OpenEngine(options_, place_.store(), 0);
+    auto engine = OpenEngine(options_, place_.store());
     if (!engine) return engine.error();
     engine_ = std::move(*engine);
     const auto tokens = PromptTokens(*engine_.model, options_);
@@ -341,7 +447,7 @@ class Bench {
     if (!sequence) return sequence.error();
     sequence_ = *sequence;
     const auto start = Clock::now();
-    KVCELL_RETURN_IF_ERROR(Feed(&engine_, sequence_, tokens_, &logits_));
+    KVCELL_RETURN_IF_ERROR(Feed(engine_.model.get(), engine_.cache.get(), sequence_, tokens_, &logits_));
     prefill_ms_ = MsSince(start);
     Add("prefill", prefill_ms_, "ms");
     return OkStatus();
@@ -408,10 +514,11 @@ class Bench {
     for (int round = 0; round < options_.rounds; ++round) {
       double sums[2] = {0, 0};
       for (const int saving : {0, 1}) {
-        const auto steps = Decode(&engine_, sequence_, kDecodeSteps, &logits_, [&](int i) -> Status {
-          if (saving == 0 || i % kSaveEvery != kSaveEvery - 1) return OkStatus();
-          return engine_.cache->Save(sequence_, "growing", logits_, "{}");
-        });
+        const auto steps =
+            Decode(engine_.model.get(), engine_.cache.get(), sequence_, kDecodeSteps, &logits_, [&](int i) -> Status {
+              if (saving == 0 || i % kSaveEvery != kSaveEvery - 1) return OkStatus();
+              return engine_.cache->Save(sequence_, "growing", logits_, "{}");
+            });
         if (!steps) return steps.error();
         for (const double ms : *steps) sums[saving] += ms;
         if (saving == 0) plain_ms.push_back(Median(*steps));
@@ -424,11 +531,13 @@ class Bench {
     return OkStatus();
   }
 
-  Status Resume(ColdProcess* cold) {
+  Status Resume(ColdProcess<ColdTimes>* cold) {
     Stage("resuming in a cold process");
     const double page_in = PageInMs(place_.store() + "/segments");
     const auto times = cold->Run();
-    if (!times) return times.error();
+    if (!times || times->first_token < 0) {
+      return Status(StatusCode::kInternal, "the cold process could not resume the session: please report this");
+    }
     if (times->reused != static_cast<double>(tokens_.size())) {
       return Status(StatusCode::kInternal,
                     fmt::format("only {} of {} tokens came back: please report this", times->reused, tokens_.size()));
@@ -442,23 +551,75 @@ class Bench {
     return OkStatus();
   }
 
-  // A quarter of the RAM that the context takes: the rest is attended from the file.
+  // The smallest budget there is, so that nearly all is attended from the file, whose pages the system has: streamed,
+  // mapped and, for comparison, with room for everything, in turns.
   Status BeyondRam() {
-    Stage("decoding with a quarter of the RAM");
-    const uint64_t budget = file_bytes_ / 4;
-    auto engine = OpenEngine(options_, place_.store(), budget);
-    if (!engine) return engine.error();
-    auto session = engine->cache->OpenSession(kSession);
-    if (!session) return session.error();
-    std::vector<float> logits = session->logits;
-    const auto before = engine->cache->Stats();
-    const auto steps = Decode(&*engine, session->sequence, kDecodeSteps, &logits, nullptr);
-    if (!steps) return steps.error();
-    const auto after = engine->cache->Stats();
+    Stage("decoding from the file");
+    struct Way {
+      FileReads reads;
+      uint64_t budget;  // 0: all in RAM
+      std::unique_ptr<Cache> cache = {};
+      SequenceId sequence = 0;
+      std::vector<float> logits = {};
+      std::vector<double> ms = {};
+    };
+    std::array<Way, 3> ways = {Way{FileReads::kMapped, 0}, Way{FileReads::kStreamed, 1}, Way{FileReads::kMapped, 1}};
+    for (size_t i = 0; i < ways.size(); ++i) {
+      Way& way = ways.at(i);
+      auto cache = OpenCache(options_, *engine_.model, place_.store(), way.budget, way.reads);
+      if (!cache) return cache.error();
+      way.cache = std::move(*cache);
+      auto session = way.cache->OpenSession(kSession);
+      if (!session) return session.error();
+      way.sequence = session->sequence;
+      way.logits = session->logits;
+      // Under a name of its own it may be open thrice; the cells are the same ones.
+      KVCELL_RETURN_IF_ERROR(way.cache->Save(way.sequence, fmt::format("way {}", i), way.logits, "{}"));
+    }
+    const auto decode = [&](Way* way, int n) -> Status {
+      const auto steps = Decode(engine_.model.get(), way->cache.get(), way->sequence, n, &way->logits, nullptr);
+      if (!steps) return steps.error();
+      way->ms.insert(way->ms.end(), steps->begin(), steps->end());
+      return OkStatus();
+    };
+    for (Way& way : ways) {
+      KVCELL_RETURN_IF_ERROR(decode(&way, 2));
+      way.ms.clear();
+    }
+    const auto before = ways[2].cache->Stats();
+    for (int turn = 0; turn < options_.rounds * kDecodeSteps / kStepsOfATurn; ++turn) {
+      for (Way& way : ways) KVCELL_RETURN_IF_ERROR(decode(&way, kStepsOfATurn));
+    }
+    const auto after = ways[2].cache->Stats();
     const auto ram = static_cast<double>(after.reads_ram - before.reads_ram);
     const auto file = static_cast<double>(after.reads_file - before.reads_file);
-    Add("decode_step_quarter_ram", Median(*steps), "ms", decode_ms_);
+    const double in_ram = Median(ways[0].ms), streamed = Median(ways[1].ms), mapped = Median(ways[2].ms);
+    Add("decode_step_in_ram", in_ram, "ms");
+    Add("decode_step_streamed", streamed, "ms", in_ram);
+    Add("decode_step_mapped", mapped, "ms", in_ram);
+    Add("decode_step_mapped_of_streamed", mapped, "ms", streamed);
     Add("cells_read_from_file", file, "cells", file + ram);
+    Add("ram_of_budgeted_cache", static_cast<double>(after.ram_peak_bytes), "bytes",
+        static_cast<double>(ways[0].cache->Stats().ram_peak_bytes));
+    return OkStatus();
+  }
+
+  // The same where the system can't keep the file's pages: every step reads what it attends to from the disk.
+  Status BeyondLimitedRam(ColdProcess<LimitedTimes>* limited) {
+    Stage("decoding in a cgroup with a quarter of the memory");
+    engine_.model.reset();
+    ForgetPages(place_.store() + "/segments");
+    const auto times = limited->Run();
+    if (!times || times->mapped < 0) {
+      Stage("left out: no memory cgroup can be made here, which needs root and a writable hierarchy");
+      return OkStatus();
+    }
+    Add("context_of_cgroup_room", times->context_of_room, "x");
+    Add("decode_step_cgroup_streamed", times->streamed, "ms", decode_ms_);
+    Add("decode_step_cgroup_mapped", times->mapped, "ms", decode_ms_);
+    Add("decode_step_cgroup_mapped_of_streamed", times->mapped, "ms", times->streamed);
+    Add("disk_read_per_step_streamed", times->disk_streamed / 1e6, "MB");
+    Add("disk_read_per_step_mapped", times->disk_mapped / 1e6, "MB");
     return OkStatus();
   }
 
@@ -483,9 +644,12 @@ Result<BenchStoreResult> BenchStore(const BenchStoreOptions& options) {
   }
   const auto place = Workplace::Make(options.directory);
   if (!place) return Fail(place.error());
-  auto cold = ColdProcess::Start(options, *place);
+  const auto group = MemoryGroup::Make();
+  auto cold = ColdProcess<ColdTimes>::Start([&] { return MeasureCold(options, *place); });
   if (!cold) return Fail(cold.error());
-  return Bench(options, *place).Run(cold->get());
+  auto limited = ColdProcess<LimitedTimes>::Start([&] { return MeasureLimited(options, *place, group.get()); });
+  if (!limited) return Fail(limited.error());
+  return Bench(options, *place).Run(cold->get(), limited->get());
 }
 
 }  // namespace kvcell

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <optional>
 #include <span>
 #include <string>
 #include <utility>
@@ -21,6 +22,9 @@ class ForwardingCache : public Cache {
   Result<SequenceId> Fork(SequenceId parent) override { return cache_->Fork(parent); }
   Status Free(SequenceId sequence) override { return cache_->Free(sequence); }
   Result<int64_t> Trim(SequenceId sequence, int64_t length) override { return cache_->Trim(sequence, length); }
+  Result<int64_t> CutToSound(SequenceId sequence, std::string* note) override {
+    return cache_->CutToSound(sequence, note);
+  }
   int64_t Length(SequenceId sequence) const override { return cache_->Length(sequence); }
   std::span<const Token> Tokens(SequenceId sequence) const override { return cache_->Tokens(sequence); }
   Result<PrefixUse> Reuse(SequenceId sequence, std::span<const Token> tokens) override {
@@ -37,9 +41,10 @@ class ForwardingCache : public Cache {
   Status Attend(int layer, const float* q, float* out) override { return cache_->Attend(layer, q, out); }
   Status Commit() override { return cache_->Commit(); }
   void Abort() override { cache_->Abort(); }
-  Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits,
-              const std::string& extras) override {
-    return cache_->Save(sequence, name, logits, extras);
+  using Cache::Save;
+  Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits, const std::string& extras,
+              std::optional<uint8_t> durability) override {
+    return cache_->Save(sequence, name, logits, extras, durability);
   }
   Result<OpenedSession> OpenSession(const std::string& name, bool create) override {
     return cache_->OpenSession(name, create);

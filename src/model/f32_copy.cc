@@ -112,7 +112,7 @@ Status WriteTensor(const GgufTensor& tensor, uint64_t alignment, std::vector<flo
 }  // namespace
 
 Status WriteF32Copy(const std::string& from, const std::string& to) {
-  const Result<MappedFile> file = MappedFile::Open(from);
+  const Result<WeightsFile> file = WeightsFile::Open(from);
   if (!file) return file.error();
   const Result<GgufHeader> header = GgufHeader::Read(file->bytes(), from);
   if (!header) return header.error();

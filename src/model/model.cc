@@ -128,7 +128,7 @@ int Processors() {
 
 class GgufModel final : public Model {
  public:
-  GgufModel(MappedFile file, GgufHeader header, Hparams h)
+  GgufModel(WeightsFile file, GgufHeader header, Hparams h)
       : file_(std::move(file)), header_(std::move(header)), h_(std::move(h)), weights_(header_) {
     facts_ = Facts(header_, h_, file_.bytes().size());
   }
@@ -255,7 +255,7 @@ class GgufModel final : public Model {
     return rows;
   }
 
-  MappedFile file_;
+  WeightsFile file_;
   GgufHeader header_;
   Hparams h_;
   Weights weights_;
@@ -269,13 +269,13 @@ class GgufModel final : public Model {
 };
 
 struct Opened {
-  MappedFile file;
+  WeightsFile file;
   GgufHeader header;
   Hparams h;
 };
 
 Result<Opened> OpenModelFile(const std::string& path) {
-  Result<MappedFile> file = MappedFile::Open(path);
+  Result<WeightsFile> file = WeightsFile::Open(path);
   if (!file) return Fail(file.error());
   Result<GgufHeader> header = GgufHeader::Read(file->bytes(), path);
   if (!header) return Fail(header.error());

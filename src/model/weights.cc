@@ -32,7 +32,7 @@ class Descriptor {
 
 }  // namespace
 
-Result<MappedFile> MappedFile::Open(const std::string& path) {
+Result<WeightsFile> WeightsFile::Open(const std::string& path) {
   // O_NONBLOCK: opening a FIFO must not wait for a writer.
   const Descriptor fd(open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   if (fd.get() < 0) return Fail(ErrnoStatus(errno, "open", path));
@@ -46,12 +46,12 @@ Result<MappedFile> MappedFile::Open(const std::string& path) {
   const auto size = static_cast<size_t>(info.st_size);
   void* data = mmap(nullptr, size, PROT_READ, MAP_SHARED, fd.get(), 0);
   if (data == MAP_FAILED) return Fail(ErrnoStatus(errno, "open", path));
-  return MappedFile(std::span(static_cast<const std::byte*>(data), size), info);
+  return WeightsFile(std::span(static_cast<const std::byte*>(data), size), info);
 }
 
-MappedFile::MappedFile(MappedFile&& other) noexcept : bytes_(std::exchange(other.bytes_, {})), info_(other.info_) {}
+WeightsFile::WeightsFile(WeightsFile&& other) noexcept : bytes_(std::exchange(other.bytes_, {})), info_(other.info_) {}
 
-MappedFile::~MappedFile() {
+WeightsFile::~WeightsFile() {
   if (!bytes_.empty()) munmap(const_cast<std::byte*>(bytes_.data()), bytes_.size());
 }
 

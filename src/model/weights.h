@@ -19,19 +19,19 @@ namespace kvcell {
 
 // The whole file, read-only. A file that shrinks while it is mapped ends the process at the next touch: replace model
 // files by renaming over them, never in place.
-class MappedFile {
+class WeightsFile {
  public:
   // kNotFound, kPermission, kIoError; kInvalidArgument for what is not a regular file.
-  static Result<MappedFile> Open(const std::string& path);
-  MappedFile(MappedFile&& other) noexcept;
-  MappedFile& operator=(MappedFile&&) = delete;
-  ~MappedFile();
+  static Result<WeightsFile> Open(const std::string& path);
+  WeightsFile(WeightsFile&& other) noexcept;
+  WeightsFile& operator=(WeightsFile&&) = delete;
+  ~WeightsFile();
 
   std::span<const std::byte> bytes() const { return bytes_; }
   const struct stat& info() const { return info_; }  // when it was opened
 
  private:
-  MappedFile(std::span<const std::byte> bytes, const struct stat& info) : bytes_(bytes), info_(info) {}
+  WeightsFile(std::span<const std::byte> bytes, const struct stat& info) : bytes_(bytes), info_(info) {}
   std::span<const std::byte> bytes_;
   struct stat info_;
 };

@@ -8,6 +8,7 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <utility>
 
 #include "base/clock.h"
 
@@ -16,6 +17,7 @@ namespace {
 
 constexpr size_t kStagingBytes = size_t{1} << 20;
 constexpr int kCreateAttempts = 100;
+constexpr int64_t kClockTickMs = 50;  // file times may stand still for so long: several ticks of the slowest kernel
 
 uint64_t LockByte(const BlockPlace& place) { return place.offset + place.index; }
 
@@ -295,12 +297,73 @@ Status Segments::ReadCells(uint64_t segment, uint64_t offset, uint32_t stored_by
   return OkStatus();
 }
 
+void Segments::Prefetch(uint64_t segment, uint64_t offset, uint64_t bytes) {
+  if (const auto file = OpenForRead(segment)) (*file)->WillRead(offset, bytes);
+}
+
 Result<uint64_t> Segments::FileBytes(uint64_t segment) {
   const auto file = OpenForRead(segment);
   if (!file) return Fail(file.error());
   const auto info = (*file)->Stat();
   if (!info) return Fail(info.error());
   return static_cast<uint64_t>(info->st_size);
+}
+
+const std::byte* Segments::Map(uint64_t segment, uint64_t end) {
+  if (options_.cipher != nullptr) return nullptr;
+  const auto file = OpenForRead(segment);
+  if (!file) return nullptr;
+  const std::lock_guard lock(mapped_mutex_);
+  Mapped& mapped = mapped_[segment];
+  if (mapped.cut_off) return nullptr;
+  if (mapped.file == nullptr || static_cast<uint64_t>(mapped.seen.st_size) < end) {
+    mapped.file = *file;
+    if (!Look(&mapped) || static_cast<uint64_t>(mapped.seen.st_size) < end) return nullptr;
+  }
+  if (mapped.mappings.empty() || mapped.mappings.back()->bytes().size() < end) {
+    auto mapping =
+        MappedFile::Map(**file, std::max(static_cast<uint64_t>(mapped.seen.st_size), options_.segment_bytes));
+    if (!mapping) return nullptr;
+    mapped.mappings.push_back(std::move(*mapping));
+  }
+  mapped.asked = std::max(mapped.asked, end);
+  return mapped.mappings.back()->bytes().data();
+}
+
+// A change is seen by the file's size and times. The kernel's clock ticks in milliseconds, and what is changed twice
+// within a tick has one time: a file that was changed just now counts as changed the next time too.
+bool Segments::Look(Mapped* mapped) {
+  const auto info = mapped->file->Stat();
+  if (!info) return false;
+  const auto differs = [](const timespec& a, const timespec& b) {
+    return a.tv_sec != b.tv_sec || a.tv_nsec != b.tv_nsec;
+  };
+  if (!mapped->settled || info->st_size != mapped->seen.st_size || differs(info->st_mtim, mapped->seen.st_mtim) ||
+      differs(info->st_ctim, mapped->seen.st_ctim)) {
+    ++mapped_version_;
+  }
+  mapped->seen = *info;
+  const int64_t changed = int64_t{info->st_ctim.tv_sec} * 1000 + info->st_ctim.tv_nsec / 1'000'000;
+  mapped->settled = changed + kClockTickMs < UnixMilliseconds();
+  return true;
+}
+
+Result<uint64_t> Segments::MappedVersion() {
+  const std::lock_guard lock(mapped_mutex_);
+  Status status;
+  for (auto& [segment, mapped] : mapped_) {
+    if (mapped.cut_off || mapped.mappings.empty()) continue;
+    const bool looked = Look(&mapped);
+    const uint64_t asked = std::exchange(mapped.asked, 0);
+    const bool lost = std::ranges::any_of(mapped.mappings, [](const auto& mapping) { return mapping->lost(); });
+    const auto size = static_cast<uint64_t>(mapped.seen.st_size);
+    if (looked && !lost && size >= asked) continue;
+    mapped.cut_off = true;
+    ++mapped_version_;
+    status = Missing(PathOf(segment), size, "the segment file was cut off, or could not be read, while it was in use");
+  }
+  if (!status.ok()) return Fail(std::move(status));
+  return mapped_version_;
 }
 
 Result<bool> Segments::Hold(const BlockPlace& place) {

@@ -23,6 +23,7 @@
 #include <vector>
 
 #include "base/file.h"
+#include "base/mapped_file.h"
 #include "kvcell/status.h"
 #include "store/cipher.h"
 #include "store/segment_format.h"
@@ -87,7 +88,14 @@ class Segments {
   Status ReadCells(uint64_t segment, uint64_t offset, uint32_t stored_bytes, std::span<std::byte> to);
   // kCorruption where the file is missing, foreign or ends too early.
   Status Read(uint64_t segment, uint64_t offset, std::span<std::byte> to);
+  // Lets the system begin to read what is asked for soon.
+  void Prefetch(uint64_t segment, uint64_t offset, uint64_t bytes);
   Result<uint64_t> FileBytes(uint64_t segment);
+  // The file's bytes [0, end) mapped for reading, there until this object goes; null where they can't be: encrypted,
+  // ending too early, cut off once, no address space. A read then says what is wrong, if anything is.
+  const std::byte* Map(uint64_t segment, uint64_t end);
+  // See Store::MappedVersion.
+  Result<uint64_t> MappedVersion();
   std::string PathOf(uint64_t segment) const { return directory_.path() + "/" + SegmentName(segment); }
 
   // Holds a block's bytes; false where they are being freed this moment.
@@ -123,6 +131,18 @@ class Segments {
     bool unnamed = false;  // its name in the directory is not synced
   };
 
+  // A file that is mapped, and what was last seen of it. Mappings are as long as they may ever have to be; the last is
+  // the longest, earlier ones stay for those who read them.
+  struct Mapped {
+    std::shared_ptr<File> file;
+    std::vector<std::unique_ptr<MappedFile>> mappings;
+    uint64_t asked = 0;  // end of what Map gave since the last MappedVersion
+    struct stat seen = {};
+    bool settled = false;  // a change after `seen` would show in the file's times
+    bool cut_off = false;
+  };
+  bool Look(Mapped* mapped);
+
   Result<std::shared_ptr<File>> OpenForRead(uint64_t segment);
   Result<Owned> Create() const;
   Result<std::optional<Owned>> Adopt(uint64_t bytes);
@@ -148,6 +168,10 @@ class Segments {
 
   std::shared_mutex files_mutex_;
   std::map<uint64_t, std::shared_ptr<File>> files_;
+
+  std::mutex mapped_mutex_;  // the last of all
+  std::map<uint64_t, Mapped> mapped_;
+  uint64_t mapped_version_ = 1;
 };
 
 }  // namespace kvcell

@@ -401,6 +401,23 @@ Status StoreImpl::ReadRun(const CellSetShape& shape, const BlockPlace& place, si
                               std::span(dst, size_t{n_blocks} * layer.n_cells * layer.cell_bytes));
 }
 
+void StoreImpl::Prefetch(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks) {
+  const CellSetShape stored = segments_->Stored(shape);
+  const auto offset = CellOffset(stored, place, layer_slot, 0);
+  if (!offset || n_blocks > place.n_blocks - place.index) return;
+  const auto& layer = stored.layers[layer_slot];
+  segments_->Prefetch(place.segment, *offset, uint64_t{n_blocks} * layer.n_cells * layer.cell_bytes);
+}
+
+const std::byte* StoreImpl::MapExtent(const CellSetShape& shape, const BlockPlace& place) {
+  const auto block_bytes = BlockBytes(shape);
+  const auto cells = block_bytes ? CheckedMul(*block_bytes, place.n_blocks) : std::nullopt;
+  const auto end = cells ? CheckedAdd(place.offset, *cells) : std::nullopt;
+  if (!end || place.index >= place.n_blocks) return nullptr;
+  const std::byte* const file = segments_->Map(place.segment, *end);
+  return file == nullptr ? nullptr : file + place.offset;
+}
+
 std::pair<std::string, uint64_t> StoreImpl::Locate(const CellSetShape& shape, const BlockPlace& place,
                                                    size_t layer_slot, uint16_t head) const {
   return {segments_->PathOf(place.segment), CellOffset(segments_->Stored(shape), place, layer_slot, head).value_or(0)};

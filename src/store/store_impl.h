@@ -41,6 +41,9 @@ class StoreImpl final : public Store {
                    uint16_t n, std::byte* dst) override;
   Status ReadRun(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks,
                  std::byte* dst) override;
+  void Prefetch(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks) override;
+  const std::byte* MapExtent(const CellSetShape& shape, const BlockPlace& place) override;
+  Result<uint64_t> MappedVersion() override { return segments_->MappedVersion(); }
   std::pair<std::string, uint64_t> Locate(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot,
                                           uint16_t head) const override;
   Result<uint64_t> NextGeneration() override;

@@ -5,6 +5,7 @@
 
 #include <thread>
 
+#include "store/fault_test_util.h"
 #include "store/store_test_util.h"
 
 namespace kvcell::test {
@@ -16,23 +17,52 @@ constexpr uint64_t kCap = uint64_t{4} << 20;
 constexpr size_t kLargeCell = 16384;  // four to a block: 64 KiB
 std::array<CellSetShape, 2> LargeShapes() { return {CellSetShape{{{0, 4, kLargeCell}}}, CellSetShape{}}; }
 
-// A session whose cells, as in life, are far larger than its rows. Nothing stays held.
-Status SaveLarge(Store& store, const std::string& name, int seed, size_t n_blocks, size_t shared = 0) {
+// A session whose cells, as in life, are far larger than its rows; not stored yet.
+Result<SessionRecord> AppendLarge(Store& store, const std::string& name, int seed, size_t n_blocks, size_t shared) {
   const auto shapes = LargeShapes();
   SessionRecord record = MakeSession(name, MakeTokens(seed, n_blocks * kBlockTokens, shared));
   const std::vector<std::byte> cell(kLargeCell, static_cast<std::byte>(seed));
   const auto places = store.CreateCells(shapes[0], static_cast<uint32_t>(n_blocks),
                                          [&](size_t, uint32_t, uint16_t) { return cell.data(); });
-  if (!places) return places.error();
+  if (!places) return Fail(places.error());
   for (size_t i = 0; i < n_blocks; ++i) {
     BlockRecord& block = record.blocks.emplace_back();
     block.key = KeyAt(record.tokens, i);
     std::copy_n(record.tokens.begin() + static_cast<ptrdiff_t>(i * kBlockTokens), kBlockTokens, block.tokens.begin());
     block.places[0] = (*places)[i];
   }
-  const Status status = store.Commit(&record, shapes.data());
+  return record;
+}
+
+// Nothing stays held.
+Status SaveLarge(Store& store, const std::string& name, int seed, size_t n_blocks, size_t shared = 0) {
+  auto record = AppendLarge(store, name, seed, n_blocks, shared);
+  if (!record) return record.error();
+  const Status status = store.Commit(&*record, LargeShapes().data());
+  for (const auto& block : record->blocks) store.Release(block);
+  return status;
+}
+
+Status PublishLarge(Store& store, int seed, size_t n_blocks) {
+  auto made = AppendLarge(store, "prefix", seed, n_blocks, 0);
+  if (!made) return made.error();
+  PrefixRecord record{
+      .identity = made->identity, .model = "test-model", .tokens = made->tokens, .blocks = made->blocks};
+  record.sinks.assign(100, std::byte{7});
+  const Status status = store.Publish(&record, LargeShapes().data());
   for (const auto& block : record.blocks) store.Release(block);
   return status;
+}
+
+PrefixFound FindLarge(Store& store, int seed, size_t n_blocks) {
+  const auto tokens = MakeTokens(seed, n_blocks * kBlockTokens);
+  std::vector<BlockKey> keys;
+  for (size_t i = 0; i < n_blocks; ++i) keys.push_back(KeyAt(tokens, i));
+  auto found = store.FindPrefix({.identity = MakeSession("", {}).identity, .tokens = tokens, .keys = keys});
+  EXPECT_TRUE(found) << found.error().message();
+  if (!found) return {};
+  for (const auto& block : found->blocks) store.Release(block);
+  return *std::move(found);
 }
 
 // As a file system counts: what a user's `du` shows.
@@ -153,6 +183,31 @@ TEST(Room, TheLeastRecentlyUsedGoesFirst) {
   EXPECT_TRUE(!b || !b->damage.empty());
 }
 
+// A prefix is computed again by whoever misses it; with a session's cells a user waits. So prefixes give way first,
+// from their ends, however lately they were used.
+TEST(Room, PrefixesGoBeforeSessionsAndTheirEndFirst) {
+  TemporaryDirectory directory;
+  auto store = OpenStore(directory.store(), Capped());
+  ASSERT_TRUE(SaveLarge(*store, "kept", 1, 16).ok());
+  ASSERT_TRUE(PublishLarge(*store, 2, 30).ok());
+  ASSERT_EQ(FindLarge(*store, 2, 30).blocks.size(), 30u);
+  ASSERT_TRUE(SaveLarge(*store, "more", 3, 24).ok());
+  const PrefixFound left = FindLarge(*store, 2, 30);
+  EXPECT_GT(left.blocks.size(), 10u) << "no more than needed";
+  EXPECT_LT(left.blocks.size(), 28u);
+  EXPECT_EQ(left.end, PrefixEnd::kEvicted);
+  EXPECT_EQ(store->Load("kept")->damage, "");
+  EXPECT_EQ(store->Load("more")->damage, "");
+  EXPECT_EQ(store->Load("kept")->blocks.size(), 16u);
+  EXPECT_LE(DiskBytes(directory.store()), kCap);
+  store.reset();
+  store = OpenStore(directory.store(), Capped(uint64_t{3} << 20));
+  EXPECT_LE(DiskBytes(directory.store()), uint64_t{3} << 20);
+  EXPECT_LT(FindLarge(*store, 2, 30).blocks.size(), left.blocks.size());
+  EXPECT_EQ(store->Load("kept")->damage, "");
+  EXPECT_EQ(store->Load("more")->damage, "");
+}
+
 TEST(Room, WhatAnotherSessionSharesStays) {
   TemporaryDirectory directory;
   auto store = OpenStore(directory.store(), Capped());
@@ -184,6 +239,46 @@ TEST(Room, TimeIsUp) {
   auto store = OpenStore(directory.store(), options);
   EXPECT_THAT(Names(*store), testing::ElementsAre("locked"));
   EXPECT_EQ(store->Stats()->blocks, 2);
+}
+
+TEST(Room, TimeIsUpForPrefixesToo) {
+  TemporaryDirectory directory;
+  {
+    auto store = OpenStore(directory.store());
+    ASSERT_TRUE(PublishLarge(*store, 1, 4).ok());
+    ASSERT_TRUE(PublishLarge(*store, 2, 3).ok());
+    const auto prefixes = store->ListPrefixes().value();
+    for (const auto& prefix : prefixes) {
+      if (prefix.tokens != 3 * kBlockTokens) continue;
+      ASSERT_TRUE(store->PinPrefix(prefix.id, true).ok());
+    }
+  }
+  StoreOptions options;
+  options.ttl_seconds = 3600;
+  EXPECT_EQ(FindLarge(*OpenStore(directory.store(), options), 1, 4).blocks.size(), 4u);
+  std::this_thread::sleep_for(std::chrono::milliseconds(2100));
+  options.ttl_seconds = 1;
+  auto store = OpenStore(directory.store(), options);
+  EXPECT_EQ(FindLarge(*store, 1, 4).blocks.size(), 0u);
+  EXPECT_EQ(FindLarge(*store, 2, 3).blocks.size(), 3u) << "pinned, it has no end";
+  EXPECT_EQ(store->Stats()->blocks, 3);
+}
+
+// The index's log is written back before it takes much: a full disk needs room for it to remove anything at all.
+TEST(Room, TheLogStaysShort) {
+  TemporaryDirectory directory;
+  auto store = OpenStore(directory.store());
+  uint64_t longest = 0;
+  for (int i = 0; i < 40; ++i) {
+    SessionRecord record = MakeSession("s", MakeTokens(i, 100));
+    record.exact.assign(size_t{1} << 20, static_cast<std::byte>(i));
+    ASSERT_TRUE(AppendBlocks(*store, &record, 0, 1).ok());
+    const auto shapes = SmallShapes();
+    ASSERT_TRUE(store->Commit(&record, shapes.data()).ok());
+    store->Release(record.blocks[0]);
+    longest = std::max<uint64_t>(longest, std::filesystem::file_size(directory.store() + "/store.db-wal"));
+  }
+  EXPECT_LE(longest, uint64_t{6} << 20) << "40 MiB went through it";
 }
 
 // Field case H3: another tenant's prefix is neither found nor shared, so there is nothing to time; one's own is.
@@ -235,19 +330,42 @@ TEST(Namespaces, AreNames) {
   }
 }
 
-// One store at `process`; sessions saved at other levels beside it.
+// One store, sessions saved at each level: what is synced before a save returns is what its own level says.
 TEST(Durability, IsOfTheSaveWhereItSaysSo) {
   TemporaryDirectory directory;
-  auto store = OpenStore(directory.store());
-  for (const auto level : {Durability::kNone, Durability::kProcess, Durability::kPower}) {
-    SessionRecord record =
-        MakeSession(fmt::format("at {}", static_cast<int>(level)), MakeTokens(static_cast<int>(level), 100));
+  WatchedCalls calls;
+  WatchedSqlite sqlite(calls);
+  StoreOptions options;
+  options.system_calls = &calls;
+  auto store = OpenStore(directory.store(), options);
+  std::map<std::string, int> syncs;  // by folder or file
+  calls.watcher = [&](const Call& call) {
+    if (call.kind != CallKind::kSync) return 0;
+    ++syncs[call.path.ends_with("-wal")                        ? "log"
+            : call.path.find("/segments") != std::string::npos ? "segments"
+                                                               : "else"];
+    return 0;
+  };
+  int n = 0;
+  for (const auto level : {Durability::kPower, Durability::kNone, Durability::kProcess, Durability::kPower}) {
+    SessionRecord record = MakeSession(fmt::format("session {}", n), MakeTokens(n, 100));
     record.durability = level;
+    syncs.clear();
     ASSERT_TRUE(AppendBlocks(*store, &record, 0, 1).ok());
     const auto shapes = SmallShapes();
     ASSERT_TRUE(store->Commit(&record, shapes.data()).ok());
+    if (level == Durability::kPower) {
+      EXPECT_GT(syncs["segments"], 0) << n;
+      EXPECT_GT(syncs["log"], 0) << n;
+    } else {
+      EXPECT_EQ(syncs["segments"] + syncs["log"], 0) << n;
+    }
     EXPECT_EQ(CheckSession(*store, record.name, record.tokens), "");
+    store->Release(record.blocks[0]);
+    ++n;
   }
+  calls.watcher = nullptr;
+  store.reset();
 }
 
 }  // namespace

@@ -78,7 +78,7 @@ class Usage(CliTest):
     def test_wrong_usage_is_exit_code_2_and_one_sentence(self):
         for args in ([], ["fly"], ["run", "--no-such-option"], ["run", "--threads", "many"], ["run", "--threads", "0"],
                      ["run"], ["sessions"], ["sessions", "rm"], ["run", "--ram-budget", "lots"],
-                     ["run", "--durability", "forever"], ["plan", "--layers", "2"]):
+                     ["run", "--durability", "forever"], ["run", "--file-reads", "slowly"], ["plan", "--layers", "2"]):
             self.refused(*args, code=2, words=[])
 
     def test_an_unknown_command_is_named(self):
@@ -467,11 +467,43 @@ class Resume(CliTest):
     def test_budget_smaller_than_the_context_gives_the_same_answer(self):
         prompt = TEXT * 14
         free = self.run_json("--raw", "-p", prompt, "-n", 8)
-        smallest = self.json("plan", "-m", MODEL, "--context", 2048, "--codec", "i4")["rows"][0]["minimum_ram_budget"]
-        tight = self.run_json("--raw", "-p", prompt, "-n", 8, "--ctx", 2048, "--ram-budget", smallest)
-        self.assertEqual(tight["tokens"], free["tokens"])
-        self.assertLessEqual(tight["kv"]["ram_peak_bytes"], smallest)
-        self.assertGreater(tight["kv"]["cells"]["PERSISTED"], 0)
+        smallest = self.smallest_budget()
+        for reads in ("mapped", "streamed"):
+            tight = self.run_json("--raw", "-p", prompt, "-n", 8, "--ctx", 2048, "--ram-budget", smallest, "--file-reads", reads,
+                                  "--no-prefix", "--session", reads)
+            self.assertEqual(tight["tokens"], free["tokens"])
+            self.assertLessEqual(tight["kv"]["ram_peak_bytes"], smallest)
+            self.assertGreater(tight["kv"]["cells"]["PERSISTED"], 0)
+
+    def smallest_budget(self):
+        return self.json("plan", "-m", MODEL, "--context", 2048, "--codec", "i4")["rows"][0]["minimum_ram_budget"]
+
+    def test_a_file_cut_off_under_a_running_chat_is_told_and_computed_again(self):
+        question = "What is the capital of France?"
+        session = ["-m", MODEL, "--session", "s", "--ctx", "2048", "--no-prefix"]
+        self.run_json("-p", TEXT * 14 + question, "-n", 8, *session[2:])
+        untouched = str(self.home / "untouched")
+        shutil.copytree(self.store, untouched)
+        for reads in ("mapped", "streamed"):
+            store = str(self.home / reads)
+            shutil.copytree(self.store, store)
+            command = [KVCELL, "chat", "--store", store, *session, "-n", "8", "--ram-budget", str(self.smallest_budget()),
+                       "--file-reads", reads]
+            with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                                  env=self.env) as chat:
+                chat.stdin.write(question + "\n")
+                chat.stdin.flush()
+                first = chat.stdout.readline()
+                for segment in glob.glob(f"{store}/segments/*.kvs"):
+                    os.truncate(segment, os.path.getsize(segment) // 2)
+                rest, err = chat.communicate(question + "\n", timeout=300)
+                self.assertEqual(chat.returncode, 0, err)
+            self.assertIn("computed again", err)
+            calm = self.call("chat", "--store", untouched, *session, "-n", "8", stdin=f"{question}\n{question}\n")
+            self.assertEqual(first + rest, calm.stdout)
+            shutil.rmtree(untouched)
+            shutil.copytree(self.store, untouched)
+            self.assertEqual(self.json("store", "verify", "--store", store)["damaged"], [])
 
 
 class Sharing(CliTest):
@@ -563,6 +595,16 @@ class Sessions(CliTest):
         shown = self.json("sessions", "show", "first", "--store", self.store)
         self.assertIn("codec", shown["identity"])
         self.assertEqual(shown["extras"]["raw"], True)
+
+    def test_a_session_keeps_its_durability_until_another_is_given(self):
+        def level():
+            return self.json("sessions", "show", "first", "--store", self.store)["durability"]
+
+        self.assertEqual(level(), "process")
+        for given, expected in (("power", "power"), (None, "power"), ("none", "none"), (None, "none")):
+            self.run_json("--session", "first", "-n", 1, *(["--durability", given] if given else []))
+            self.assertEqual(level(), expected)
+        self.assertIn("durability", self.call("sessions", "show", "first", "--store", self.store).stdout)
 
     def test_ls_in_a_pipe_is_plain_columns(self):
         done = self.call("sessions", "ls", "--store", self.store)

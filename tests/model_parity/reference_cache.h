@@ -106,7 +106,9 @@ class ReferenceCache final : public Cache {
   Status Publish(SequenceId) override { return {StatusCode::kUnsupported, "the reference cache has no store"}; }
   int64_t Room() const override { return std::numeric_limits<int64_t>::max(); }
 
-  Status Save(SequenceId, const std::string&, std::span<const float>, const std::string&) override {
+  Result<int64_t> CutToSound(SequenceId sequence, std::string*) override { return Length(sequence); }
+  Status Save(SequenceId, const std::string&, std::span<const float>, const std::string&,
+              std::optional<uint8_t>) override {
     return {StatusCode::kUnsupported, "the reference cache has no store"};
   }
   Result<OpenedSession> OpenSession(const std::string&, bool) override {
