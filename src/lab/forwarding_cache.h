@@ -52,9 +52,7 @@ class ForwardingCache : public Cache {
   Status SetRules(std::shared_ptr<const Rules> rules) override { return cache_->SetRules(std::move(rules)); }
   Status Pin(SequenceId sequence, bool pinned) override { return cache_->Pin(sequence, pinned); }
   Status Persist(SequenceId sequence) override { return cache_->Persist(sequence); }
-  Status Evict(SequenceId sequence, int64_t begin, int64_t end) override {
-    return cache_->Evict(sequence, begin, end);
-  }
+  Status Evict(SequenceId sequence, int64_t begin, int64_t end) override { return cache_->Evict(sequence, begin, end); }
   Status Settle() override { return cache_->Settle(); }
   CacheStats Stats() const override { return cache_->Stats(); }
   std::vector<TransitionCount> Transitions() const override { return cache_->Transitions(); }
