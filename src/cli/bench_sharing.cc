@@ -4,6 +4,8 @@
 #include <fmt/format.h>
 
 #include <filesystem>
+#include <string>
+#include <system_error>
 
 #include "cli/bench_rows.h"
 #include "cli/commands.h"
@@ -17,6 +19,11 @@ int BenchSharingCommand(const Options& options) {
         Status(StatusCode::kInvalidArgument, "bench sharing needs a model (-m); `make model` fetches a small one"));
   }
   const std::string folder = options.folder.empty() ? std::filesystem::temp_directory_path().string() : options.folder;
+  std::error_code error;
+  std::filesystem::create_directories(folder, error);
+  if (error) {
+    return Failed(Status(StatusCode::kIoError, fmt::format("--folder {}: {}", folder, error.message())));
+  }
   CatchInterrupts();
   SharingBenchOptions bench{.model = options.model,
                             .n_threads = options.threads,

@@ -321,6 +321,9 @@ class Run(CliTest):
 class Bench(CliTest):
     SMALL = ["--tokens", 256, "--kv-heads", 2, "--group", 2, "--head-dim", 64, "--threads", 2, "--rounds", 1]
 
+    def test_a_folder_that_can_not_be_made_is_named(self):
+        self.refused("bench", "sharing", "-m", MODEL, "--folder", "/dev/null/x", code=1, words=["--folder /dev/null/x"])
+
     def test_attention_has_both_engines_with_errors_and_bandwidth(self):
         result = self.json("bench", "attention", *self.SMALL, "--queries", 1, 64, "--types", "f16", "i4")
         self.assertGreater(result["read_bandwidth_gb_s"], 0)
