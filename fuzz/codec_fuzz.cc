@@ -1,5 +1,6 @@
 // Fuzzes what reads bytes and text from outside: codec specs, cell headers, and the decoding of cells whose payload is
 // anything.
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
@@ -50,7 +51,7 @@ void FuzzCell(std::span<const uint8_t> data) {
   const int dv = kDims[data[0] / 5 % 5];
   const CellLayout layout = *MakeCellLayout(*ParseCodec(kSpecs[data[1] % std::size(kSpecs)]), dk, dv);
   data = data.subspan(2);
-  const uint8_t key[16] = {};
+  const std::array<uint8_t, 16> key = {};
   (void)VerifyCell(std::as_bytes(data), 0, 0, 0, key);
 
   std::vector<std::byte> cell(layout.bytes);
@@ -63,7 +64,7 @@ void FuzzCell(std::span<const uint8_t> data) {
   header.version = kCellVersion;
   header.bytes = layout.bytes;
   std::memcpy(cell.data(), &header, sizeof(header));
-  SealHeader(cell.data(), 1, 2, 3, key, 4);
+  SealHeader(cell.data(), 1, 2, 3, key.data(), 4);
   Check(VerifyCell(cell, 1, 2, 3, key).ok());
 }
 

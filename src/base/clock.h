@@ -17,4 +17,8 @@ inline int64_t UnixMilliseconds() {
 
 inline std::chrono::steady_clock::time_point SteadyNow() { return std::chrono::steady_clock::now(); }
 
+inline int64_t SteadySeconds() {
+  return std::chrono::duration_cast<std::chrono::seconds>(SteadyNow().time_since_epoch()).count();
+}
+
 }  // namespace kvcell

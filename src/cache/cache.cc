@@ -53,11 +53,6 @@ Status CheckRulesFit(const CacheOptions& options) {
 // Steps between two that measure attention mass.
 constexpr int64_t kMassSteps = 16;
 
-Status CheckStoredCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
-                       const BlockKey& key) {
-  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
-}
-
 size_t BlocksFor(size_t n_tokens) { return (n_tokens + kBlockTokens - 1) / kBlockTokens; }
 
 }  // namespace
@@ -88,11 +83,11 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
     store_options.name_space = options.name_space;
     store_options.disk_cap = options.disk_cap;
     store_options.ttl_seconds = options.ttl_seconds;
-    store_options.cell_check = CheckStoredCell;
+    store_options.cell_check = VerifyCell;
     auto store = Store::Open(options.store, store_options);
     if (!store) return Fail(store.error());
     cache->store_ = std::move(*store);
-    cache->store_->StartScrub(CheckStoredCell, options.scrub_bytes_per_second, nullptr);
+    cache->store_->StartScrub(VerifyCell, options.scrub_bytes_per_second, nullptr);
   }
   cache->tier_ = options.tier != nullptr ? options.tier.get() : cache->store_.get();
   uint64_t generation = 1, tier_bytes = 0;
@@ -414,7 +409,7 @@ Status CacheImpl::Begin(std::span<const StepItem> items) {
 // What guards look at: which steps read a block, and how far it is from its sequence's end.
 void CacheImpl::NoteReads(const StepSequence& item) {
   const auto step = static_cast<uint64_t>(n_steps_);
-  const int64_t now = std::chrono::duration_cast<std::chrono::seconds>(SteadyNow().time_since_epoch()).count();
+  const int64_t now = SteadySeconds();
   const auto end = static_cast<int64_t>(item.sequence->tokens.size() + item.tokens.size());
   for (size_t b = FirstVisible(item.first_block); b < item.first_block; ++b) {
     Block& block = *item.sequence->blocks[b];

@@ -374,10 +374,7 @@ TEST(CacheRules, CodecsByLayerAndHeadAreWhatCellsHold) {
   look.read_only = true;
   auto reader = Store::Open(store.path(), look);
   ASSERT_TRUE(reader);
-  const auto damaged = (*reader)->Verify(
-      [](std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position, const BlockKey& key) {
-        return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
-      });
+  const auto damaged = (*reader)->Verify(VerifyCell);
   ASSERT_TRUE(damaged);
   EXPECT_TRUE(damaged->empty()) << "heads are counted over the runs of a layer";
 }

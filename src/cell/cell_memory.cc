@@ -19,10 +19,6 @@ constexpr uint64_t kSmallChunk = uint64_t{128} << 10;
 // From this budget on chunks are whole huge pages: fewer TLB misses in attention, at most one chunk per pool unused.
 constexpr uint64_t kHugeChunkBudget = uint64_t{256} << 20;
 
-int64_t SteadySeconds() {
-  return std::chrono::duration_cast<std::chrono::seconds>(SteadyNow().time_since_epoch()).count();
-}
-
 constexpr uint64_t kReadBufferBytes = uint64_t{4} << 20;
 constexpr size_t kLayersAhead = 3;  // that the disk may be reading while one is checked
 
@@ -725,7 +721,7 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
       for (uint16_t i = 0; i < run.n_heads; ++i) {
         const auto h = static_cast<uint16_t>(run.first_head + i);
         const std::span<const std::byte> bytes(buffer.data() + (b * run.n_heads + i) * cell_bytes, cell_bytes);
-        Status ok = VerifyCell(bytes, layer.number, h, static_cast<uint64_t>(block.position), block.key.data());
+        Status ok = VerifyCell(bytes, layer.number, h, block.position, block.key);
         if (ok.ok() && reinterpret_cast<const CellHeader*>(bytes.data())->generation != block.generation) {
           ok = Status(StatusCode::kCorruption, "the cell is of another generation than its block");
         }
@@ -929,8 +925,7 @@ Status CellMemory::ReadVerified(const Block& block, const LayerCells& layer, uin
 }
 
 Status CellMemory::CheckRead(const Block& block, const LayerCells& layer, uint16_t head, const std::byte* bytes) const {
-  const Status ok = VerifyCell({bytes, layer.coded(head).bytes}, layer.number, head,
-                               static_cast<uint64_t>(block.position), block.key.data());
+  const Status ok = VerifyCell({bytes, layer.coded(head).bytes}, layer.number, head, block.position, block.key);
   if (ok.ok()) return ok;
   const BlockPlace& place = *block.places[layer.group];
   options_.tier->ReportDamage(place);

@@ -14,6 +14,7 @@
 #include "cell/cell_map.h"
 #include "cell/stored_map.h"
 #include "cli/commands.h"
+#include "cli/control.h"
 #include "cli/open_store.h"
 #include "cli/output.h"
 #include "cli/units.h"
@@ -61,8 +62,7 @@ StoredCell SealedCell(Store* store, const CellMap& map, const LayerCells& layer,
     CellHeader header;
     std::memcpy(&header, buffer->data(), sizeof(header));
     cell.info.checksum = header.checksum;
-    status = VerifyCell(*buffer, static_cast<uint16_t>(cell.info.layer), head,
-                        static_cast<uint64_t>(cell.info.token_start), block.key.data());
+    status = VerifyCell(*buffer, static_cast<uint16_t>(cell.info.layer), head, cell.info.token_start, block.key);
   }
   if (!status.ok()) cell.damage = status.message();
   return cell;
@@ -113,23 +113,7 @@ Result<StoredSession> ReadSession(const Options& options) {
 }
 
 Json CellJson(const StoredCell& cell) {
-  const CellInfo& info = cell.info;
-  Json object = {{"layer", info.layer},
-                 {"head", info.head},
-                 {"token_start", info.token_start},
-                 {"token_end", info.token_end},
-                 {"state", CellStateName(info.state)},
-                 {"durable", info.durable},
-                 {"k_precision", info.k_precision},
-                 {"v_precision", info.v_precision},
-                 {"tier", info.tier},
-                 {"storage_path", info.storage_path},
-                 {"offset", info.offset},
-                 {"length", info.length},
-                 {"checksum", fmt::format("{:016x}", info.checksum)},
-                 {"refs", info.refs},
-                 {"reads", info.reads},
-                 {"last_access", info.last_access}};
+  Json object = CellInfoJson(cell.info);
   if (!cell.damage.empty()) object["damage"] = cell.damage;
   return object;
 }

@@ -77,11 +77,6 @@ Result<std::string> ReadStoreKey(const Options& options) {
   return text;
 }
 
-Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
-                 const BlockKey& key) {
-  return VerifyCell(cell, layer, head, static_cast<uint64_t>(position), key.data());
-}
-
 Result<std::unique_ptr<Store>> OpenStore(const Options& options, StoreUse use) {
   KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
   StoreOptions store_options;
@@ -94,7 +89,7 @@ Result<std::unique_ptr<Store>> OpenStore(const Options& options, StoreUse use) {
   Result<std::string> key = ReadStoreKey(options);
   if (!key) return Fail(key.error());
   store_options.key = *std::move(key);
-  store_options.cell_check = CheckCell;
+  store_options.cell_check = VerifyCell;
   Result<std::unique_ptr<Store>> store = Store::Open(options.store, store_options);
   std::error_code error;
   if (!store && store.error().code() == StatusCode::kNotFound && !std::filesystem::exists(options.store, error)) {

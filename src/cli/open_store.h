@@ -1,10 +1,8 @@
 // A store as commands open it: with the namespace, limits and key that the options name.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
 #include <memory>
-#include <span>
 #include <string>
 
 #include "cli/options.h"
@@ -20,9 +18,6 @@ enum class StoreUse : uint8_t {
 };
 
 Result<std::unique_ptr<Store>> OpenStore(const Options& options, StoreUse use);
-
-// What a sound cell passes, as a store asks for it (`CellVerifier`).
-Status CheckCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position, const BlockKey& key);
 
 // The store's secret, from --key-file, --key-command or KVCELL_KEY; "" where none is given. kInvalidArgument.
 Result<std::string> ReadStoreKey(const Options& options);

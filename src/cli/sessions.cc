@@ -9,6 +9,7 @@
 #include "cli/open_store.h"
 #include "cli/output.h"
 #include "cli/units.h"
+#include "codec/cell_codec.h"
 #include "store/store.h"
 
 namespace kvcell::cli {
@@ -161,7 +162,7 @@ int StoreVerifyCommand(const Options& options) {
   const Result<std::vector<DamagedCell>> damaged = (*store)->Verify(
       [&cells](std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position, const BlockKey& key) {
         ++cells;
-        return CheckCell(cell, layer, head, position, key);
+        return VerifyCell(cell, layer, head, position, key);
       });
   if (!damaged) return Failed(damaged.error());
   if (options.json) {

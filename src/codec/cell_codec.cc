@@ -183,8 +183,8 @@ void SealHeader(std::byte* cell, uint16_t layer, uint16_t head, uint64_t positio
   std::memcpy(cell, &header, sizeof(header));
 }
 
-Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, uint64_t position,
-                  const uint8_t block_key[16]) {
+Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
+                  const std::array<uint8_t, 16>& block_key) {
   const auto damaged = [&](const std::string& what) {
     return Status(
         StatusCode::kCorruption,
@@ -202,8 +202,9 @@ Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head
   if (header.checksum != CellChecksum(cell.data(), cell.size())) return damaged("checksum differs from the bytes");
   if (header.layer != layer) return damaged(fmt::format("layer is {}", header.layer));
   if (header.head != head) return damaged(fmt::format("head is {}", header.head));
-  if (header.position != position) return damaged(fmt::format("position is {}", header.position));
-  if (std::memcmp(header.block_key, block_key, sizeof(header.block_key)) != 0)
+  if (header.position != static_cast<uint64_t>(position))
+    return damaged(fmt::format("position is {}", header.position));
+  if (std::memcmp(header.block_key, block_key.data(), sizeof(header.block_key)) != 0)
     return damaged("block_key is another block's");
   if (header.first_token > kBlockTokens) return damaged(fmt::format("first_token is {}", header.first_token));
   if (header.reserved != 0) return damaged("reserved is not zero");

@@ -1,6 +1,7 @@
 // Values to bytes and back: writes exact cells token by token and codes a full one into its sealed bytes.
 #pragma once
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <span>
@@ -47,9 +48,9 @@ void DecodeExact(const ExactLayout& layout, const std::byte* cell, int n, float*
 void SealHeader(std::byte* cell, uint16_t layer, uint16_t head, uint64_t position, const uint8_t block_key[16],
                 uint64_t generation);
 
-// What a cell read from outside must be. kCorruption names the field that differs.
-Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, uint64_t position,
-                  const uint8_t block_key[16]);
+// What a cell read from outside must be: a store's CellVerifier. kCorruption names the field that differs.
+Status VerifyCell(std::span<const std::byte> cell, uint16_t layer, uint16_t head, int64_t position,
+                  const std::array<uint8_t, 16>& block_key);
 
 // Rotates x [dim] in place by the orthonormal block-diagonal Hadamard matrix of a side (its own inverse); a no-op where
 // the side is not attended in a rotated basis.

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstring>
 #include <functional>
@@ -847,11 +848,11 @@ TEST(Rotation, IsTheBlockDiagonalHadamardMatrixAndItsOwnInverse) {
   EXPECT_THAT(x, ::testing::ElementsAre(1, 2, 3));
 }
 
-constexpr uint8_t kKey[16] = {9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6};
+constexpr std::array<uint8_t, 16> kKey = {9, 8, 7, 6, 5, 4, 3, 2, 1, 0, 1, 2, 3, 4, 5, 6};
 
 TEST(VerifyCell, EverySingleBitFlipIsCaught) {
   Coded coded = Code("i4", Gaussian(16, 16, 20));
-  SealHeader(coded.bytes.data(), 3, 1, 640, kKey, 12);
+  SealHeader(coded.bytes.data(), 3, 1, 640, kKey.data(), 12);
   const size_t bytes = coded.layout.bytes;
   ASSERT_TRUE(VerifyCell(coded.bytes.span(), 3, 1, 640, kKey).ok());
   for (size_t bit = 0; bit < bytes * 8; ++bit) {
@@ -864,28 +865,28 @@ TEST(VerifyCell, EverySingleBitFlipIsCaught) {
 
 TEST(VerifyCell, NamesTheFieldThatDiffers) {
   Coded coded = Code("i8", Gaussian(64, 64, 21));
-  const auto message = [&](uint16_t layer, uint16_t head, uint64_t position, const uint8_t* key) {
+  const auto message = [&](uint16_t layer, uint16_t head, int64_t position, const std::array<uint8_t, 16>& key) {
     const Status status = VerifyCell(coded.bytes.span(), layer, head, position, key);
     EXPECT_EQ(status.code(), StatusCode::kCorruption);
     return status.message();
   };
   EXPECT_THAT(message(3, 1, 640, kKey), HasSubstr("checksum"));  // not sealed yet
-  SealHeader(coded.bytes.data(), 3, 1, 640, kKey, 12);
+  SealHeader(coded.bytes.data(), 3, 1, 640, kKey.data(), 12);
   ASSERT_TRUE(VerifyCell(coded.bytes.span(), 3, 1, 640, kKey).ok());
-  const uint8_t other[16] = {1};
+  const std::array<uint8_t, 16> other = {1};
   EXPECT_THAT(message(4, 1, 640, kKey), HasSubstr("layer is 3"));
   EXPECT_THAT(message(3, 0, 640, kKey), HasSubstr("head is 1"));
   EXPECT_THAT(message(3, 1, 0, kKey), HasSubstr("position is 640"));
   EXPECT_THAT(message(3, 1, 640, other), HasSubstr("block_key"));
   // The same bytes under another generation are another cell.
   Coded again = Code("i8", Gaussian(64, 64, 21));
-  SealHeader(again.bytes.data(), 3, 1, 640, kKey, 13);
+  SealHeader(again.bytes.data(), 3, 1, 640, kKey.data(), 13);
   EXPECT_NE(again.bytes, coded.bytes);
 }
 
 TEST(VerifyCell, ShortLongAndForeignBytesAreRefused) {
   Coded coded = Code("i4", Gaussian(64, 64, 22));
-  SealHeader(coded.bytes.data(), 0, 0, 0, kKey, 1);
+  SealHeader(coded.bytes.data(), 0, 0, 0, kKey.data(), 1);
   const std::span<const std::byte> whole = coded.bytes.span();
   for (const size_t size : {size_t(0), size_t(7), size_t(63), size_t(64), size_t(128), whole.size() - 1}) {
     EXPECT_EQ(VerifyCell(whole.first(size), 0, 0, 0, kKey).code(), StatusCode::kCorruption) << size;

@@ -157,7 +157,8 @@ Result<DoctorFigures> ExamineSession(Store* store, const std::string& session) {
         ++figures.cells_checked;
         Status status =
             store->ReadCells(map->shapes[layer.group], *place, layer.slot(h), layer.head_in_slot(h), 1, bytes.data());
-        if (status.ok()) status = VerifyCell(bytes, layer.number, h, b * kBlockTokens, record->blocks[b].key.data());
+        if (status.ok())
+          status = VerifyCell(bytes, layer.number, h, static_cast<int64_t>(b) * kBlockTokens, record->blocks[b].key);
         if (!status.ok()) {
           if (figures.cells_damaged++ == 0) figures.first_damage = status.message();
           continue;
