@@ -113,6 +113,20 @@ void CellMemory::WorkerLoop() {
   }
 }
 
+// f(block, layer, head, slot) for every cell that takes part in a job, until one fails.
+template <typename F>
+Status CellMemory::ForEachSlot(const Job& job, const F& f) const {
+  for (size_t b = 0; b < job.blocks.size(); ++b) {
+    for (const LayerCells& layer : map_.layers) {
+      for (uint16_t h = 0; h < layer.n_heads; ++h) {
+        const Slot slot = job.slots[b * map_.n_cells + layer.first_cell + h];
+        if (slot != kNoSlot) KVCELL_RETURN_IF_ERROR(f(*job.blocks[b], layer, h, slot));
+      }
+    }
+  }
+  return OkStatus();
+}
+
 void CellMemory::Run(Job* job) const {
   switch (job->kind) {
     case JobKind::kWrite:
@@ -120,49 +134,23 @@ void CellMemory::Run(Job* job) const {
       if (!job->places) job->status = job->places.error();
       return;
     case JobKind::kCode:
-      return RunCode(job);
+      job->status = ForEachSlot(*job, [&](const Block& block, const LayerCells& layer, uint16_t h, Slot slot) {
+        Encode(block, layer, h, coded_[layer.run(h).pool]->at(slot));
+        return OkStatus();
+      });
+      return;
     case JobKind::kFetch:
-      job->status = RunFetch(job);
+      job->status = ForEachSlot(*job, [&](const Block& block, const LayerCells& layer, uint16_t h, Slot slot) {
+        return ReadVerified(block, layer, h, coded_[layer.run(h).pool]->at(slot));
+      });
       return;
     case JobKind::kReplicate:
-      return RunReplicate(job);
-  }
-}
-
-void CellMemory::RunCode(Job* job) const {
-  for (size_t b = 0; b < job->blocks.size(); ++b) {
-    for (const auto& layer : map_.layers) {
-      for (uint16_t h = 0; h < layer.n_heads; ++h) {
-        const Slot slot = job->slots[b * map_.n_cells + layer.first_cell + h];
-        if (slot != kNoSlot) Encode(*job->blocks[b], layer, h, coded_[layer.run(h).pool]->at(slot));
-      }
-    }
-  }
-}
-
-Status CellMemory::RunFetch(Job* job) const {
-  for (size_t b = 0; b < job->blocks.size(); ++b) {
-    for (const auto& layer : map_.layers) {
-      for (uint16_t h = 0; h < layer.n_heads; ++h) {
-        const Slot slot = job->slots[b * map_.n_cells + layer.first_cell + h];
-        if (slot == kNoSlot) continue;
-        KVCELL_RETURN_IF_ERROR(ReadVerified(*job->blocks[b], layer, h, coded_[layer.run(h).pool]->at(slot)));
-      }
-    }
-  }
-  return OkStatus();
-}
-
-void CellMemory::RunReplicate(Job* job) const {
-  for (size_t b = 0; b < job->blocks.size(); ++b) {
-    for (const auto& layer : map_.layers) {
-      for (uint16_t h = 0; h < layer.n_heads; ++h) {
-        const Slot slot = job->slots[b * map_.n_cells + layer.first_cell + h];
-        if (slot == kNoSlot) continue;
-        const CellEntry& cell = job->blocks[b]->cells[layer.first_cell + h];
+      job->status = ForEachSlot(*job, [&](const Block& block, const LayerCells& layer, uint16_t h, Slot slot) {
+        const CellEntry& cell = block.cells[layer.first_cell + h];
         Decode(layer, h, coded(layer, h, cell), exact_[layer.exact_pool]->at(slot));
-      }
-    }
+        return OkStatus();
+      });
+      return;
   }
 }
 

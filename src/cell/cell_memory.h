@@ -272,9 +272,8 @@ class CellMemory {
   Status TakeIn(std::chrono::steady_clock::duration wait);
   void Complete(Job* job);
   void Run(Job* job) const;
-  Status RunFetch(Job* job) const;
-  void RunCode(Job* job) const;
-  void RunReplicate(Job* job) const;
+  template <typename F>
+  Status ForEachSlot(const Job& job, const F& f) const;
   void WorkerLoop();
   void NotePeak();
   void MoveTo(const Block& block, CellEntry* cell, CellEvent event, CellState to, CellAction action);
