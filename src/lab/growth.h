@@ -22,7 +22,7 @@ struct GrowthOptions {
   uint64_t ram_budget = uint64_t{256} << 20;  // of KV memory
   uint64_t file_budget = uint64_t{1} << 30;   // of the store's cells
   std::vector<int64_t> stages = {4096, 8192, 16384, 32768, 65536};  // tokens; the last one ends a run
-  int64_t answer_tokens = 16;  // generated greedily at each stage, and taken back
+  int64_t answer_tokens = 16;                                       // generated greedily at each stage, and taken back
   int32_t n_threads = 0;
   std::function<void(const std::string& way, int64_t tokens)> on_progress = {};
   std::function<bool()> should_stop = {};

@@ -481,7 +481,7 @@ Result<std::string> StoreImpl::Import(const std::string& path, const std::string
     const CellSetShape& shape = session->shapes[kind];
     const auto places =
         CreateCells(shape, static_cast<uint32_t>(with_cells.size()),
-                     [&](size_t slot, uint32_t, uint16_t) { return reader.Take(shape.layers[slot].cell_bytes); });
+                    [&](size_t slot, uint32_t, uint16_t) { return reader.Take(shape.layers[slot].cell_bytes); });
     if (!reader.status().ok()) return reader.status();
     if (!places) return places.error();
     for (size_t i = 0; i < with_cells.size(); ++i) record.blocks[with_cells[i]].places[kind] = (*places)[i];

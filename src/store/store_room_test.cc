@@ -23,7 +23,7 @@ Result<SessionRecord> AppendLarge(Store& store, const std::string& name, int see
   SessionRecord record = MakeSession(name, MakeTokens(seed, n_blocks * kBlockTokens, shared));
   const std::vector<std::byte> cell(kLargeCell, static_cast<std::byte>(seed));
   const auto places = store.CreateCells(shapes[0], static_cast<uint32_t>(n_blocks),
-                                         [&](size_t, uint32_t, uint16_t) { return cell.data(); });
+                                        [&](size_t, uint32_t, uint16_t) { return cell.data(); });
   if (!places) return Fail(places.error());
   for (size_t i = 0; i < n_blocks; ++i) {
     BlockRecord& block = record.blocks.emplace_back();
