@@ -43,6 +43,7 @@ ConversationSettings SettingsFrom(const Options& options, SamplerGiven sampler_g
                       .seed = options.seed},
           .sampler_given = sampler_given,
           .raw = options.raw,
+          .ignore_eos = options.ignore_eos,
           .durability = options.durability_given ? std::optional(options.durability) : std::nullopt};
 }
 
@@ -313,6 +314,7 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
   };
   const bool keeps = !session_.empty();
   Clock::time_point first_token{};
+  if (ignore_eos_) ended_ = false;
   answer.end = ended_ ? AnswerEnd::kEnded : AnswerEnd::kTokenLimit;
   while (!ended_ && static_cast<int64_t>(answer.tokens.size()) < max_tokens) {
     if (stopped || !pending_.empty()) {
@@ -324,7 +326,7 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
       break;
     }
     const Token token = sampler_.Sample(logits_, Length());
-    if (engine_->model->IsEndOfGeneration(token)) {
+    if (!ignore_eos_ && engine_->model->IsEndOfGeneration(token)) {
       ended_ = true;
       answer.end = AnswerEnd::kEnded;
       break;

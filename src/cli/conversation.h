@@ -24,6 +24,7 @@ struct ConversationSettings {
   SamplerOptions sampler;
   SamplerGiven sampler_given;         // a session goes on with what it was stored with for the others
   bool raw = false;                   // prompts are fed as they are
+  bool ignore_eos = false;            // tokens that end a text are fed like any other
   std::optional<uint8_t> durability;  // of the session from now on, as CacheOptions has it; nothing: what it was, or 1
 };
 
@@ -90,6 +91,7 @@ class Conversation {
         session_(settings.session),
         sampler_(settings.sampler),
         raw_(settings.raw),
+        ignore_eos_(settings.ignore_eos),
         durability_(settings.durability) {}
 
   Status Resume(OpenedSession opened, SamplerGiven sampler_given);
@@ -108,6 +110,7 @@ class Conversation {
   std::string session_;
   Sampler sampler_;
   bool raw_;
+  bool ignore_eos_;
   std::optional<uint8_t> durability_;
   SequenceId sequence_ = 0;
   std::vector<Token> pending_;  // to be fed before anything is generated

@@ -49,6 +49,7 @@ int LabStreamCommand(const Options& options) {
                {"ppl_stream", result->ppl_stream},
                {"ppl_recomputed", result->ppl_recomputed},
                {"ratio", ratio},
+               {"ratio_se", result->ratio_se},
                {"parts", parts}});
     return 0;
   }
@@ -58,8 +59,9 @@ int LabStreamCommand(const Options& options) {
     table.Add({std::to_string(part.tokens), FormatSize(part.ram_bytes), fmt::format("{:.1f}", part.tokens_per_s)});
   }
   table.Print(stdout);
-  Print(stdout, "perplexity of {} tokens: {:.4f} streamed, {:.4f} with each window recomputed, ratio {:.4f}\n",
-        result->scored, result->ppl_stream, result->ppl_recomputed, ratio);
+  Print(stdout,
+        "perplexity of {} tokens: {:.4f} streamed, {:.4f} with each window recomputed, ratio {:.4f} +- {:.4f}\n",
+        result->scored, result->ppl_stream, result->ppl_recomputed, ratio, result->ratio_se);
   return 0;
 }
 

@@ -36,6 +36,7 @@ struct Options {
   double min_p = 0.05;
   uint32_t seed = 0;
   bool raw = false;
+  bool ignore_eos = false;
   int64_t ctx = 0;  // 0: what the model was trained for
   int32_t threads = 0;
   std::string codec = "i4";

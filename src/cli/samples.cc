@@ -97,7 +97,8 @@ int SamplesCommand(const Options& options, const std::string& prompt) {
   const Result<RequestId> id = scheduler.Submit({.prompt = *tokens,
                                                  .max_tokens = options.max_tokens,
                                                  .sampler = SettingsFrom(options, {}).sampler,
-                                                 .n_samples = options.samples});
+                                                 .n_samples = options.samples,
+                                                 .ignore_eos = options.ignore_eos});
   if (!id) return Failed(id.error());
   const RequestResult& result = *scheduler.Find(*id);
   Progress progress("tokens", !options.quiet && !options.json);

@@ -16,6 +16,7 @@
 #include "codec/cell_codec.h"
 #include "kvcell/cache.h"
 #include "lab/made_values.h"
+#include "lab/statistics.h"
 
 namespace kvcell {
 namespace {
@@ -27,13 +28,6 @@ constexpr int32_t kFewestRounds = 3;
 constexpr int32_t kSinks = 4;
 
 double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-double Median(std::vector<double> values) {
-  if (values.empty()) return 0.0;
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 std::string_view GgmlTypeFor(std::string_view type) { return type == "i4" ? "q4_0" : type == "i8" ? "q8_0" : "f16"; }
 

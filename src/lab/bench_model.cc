@@ -10,6 +10,7 @@
 
 #include "kvcell/cache.h"
 #include "lab/peer.h"
+#include "lab/statistics.h"
 #include "model/model.h"
 
 namespace kvcell {
@@ -18,12 +19,6 @@ namespace {
 constexpr int32_t kChunk = 512;  // tokens per step on the way to a depth
 
 double Now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
-
-double Median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 // Prose with changing numbers: as many tokens as are wanted, none of it worth reading.
 std::string MadeText(int64_t n_tokens) {

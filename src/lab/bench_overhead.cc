@@ -9,6 +9,7 @@
 
 #include "cell/cell_memory.h"
 #include "kvcell/cache.h"
+#include "lab/statistics.h"
 #include "model/model.h"
 
 namespace kvcell {
@@ -18,12 +19,6 @@ using Clock = std::chrono::steady_clock;
 
 double Milliseconds(Clock::time_point from) {
   return std::chrono::duration<double, std::milli>(Clock::now() - from).count();
-}
-
-double Quantile(std::vector<double> values, double q) {
-  const auto at = values.begin() + static_cast<std::ptrdiff_t>(q * static_cast<double>(values.size() - 1));
-  std::nth_element(values.begin(), at, values.end());
-  return *at;
 }
 
 // A sweep under soft pressure: the blocks that it moves have been written, as the write-ahead leaves them.

@@ -16,6 +16,7 @@
 #include "kvcell/cache.h"
 #include "lab/ggml_threads.h"
 #include "lab/peer.h"
+#include "lab/statistics.h"
 #include "model/model.h"
 
 namespace kvcell {
@@ -30,11 +31,6 @@ Result<double> TimeMs(F f) {
   const double start = NowMs();
   if (Status status = f(); !status.ok()) return Fail(std::move(status));
   return NowMs() - start;
-}
-
-double Median(std::vector<double> values) {
-  std::sort(values.begin(), values.end());
-  return values.empty() ? 0.0 : values[values.size() / 2];
 }
 
 std::vector<Token> SomeTokens(int64_t n, int32_t n_vocab, uint32_t seed) {

@@ -19,6 +19,7 @@
 #include "base/memory_probe.h"
 #include "kvcell/cache.h"
 #include "lab/peer.h"
+#include "lab/statistics.h"
 #include "model/model.h"
 
 namespace kvcell {
@@ -38,12 +39,6 @@ const char* const kSession = "bench";
 
 double MsSince(Clock::time_point start) {
   return std::chrono::duration<double, std::milli>(Clock::now() - start).count();
-}
-
-double Median(std::vector<double> values) {
-  if (values.empty()) return 0;
-  std::ranges::sort(values);
-  return values[values.size() / 2];
 }
 
 double MegabytesPerSecond(uint64_t bytes, double ms) { return ms > 0 ? static_cast<double>(bytes) / 1000.0 / ms : 0; }

@@ -12,6 +12,7 @@
 #include "cell/stored_map.h"
 #include "codec/cell_codec.h"
 #include "codec/f16.h"
+#include "lab/statistics.h"
 #include "store/store.h"
 
 namespace kvcell {
@@ -24,12 +25,6 @@ constexpr double kLayerSpread = 4.0;            // times the median layer
 constexpr double kManyMisses = 0.2;             // of all reads
 constexpr double kMuchUnused = 2.0;             // RAM taken over bytes of cells in it
 constexpr uint64_t kSmall = uint64_t{4} << 20;  // below this, whole chunks and set-aside room are all there is to see
-
-double Median(std::vector<double> values) {
-  const auto middle = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), middle, values.end());
-  return *middle;
-}
 
 // Expected squared error and power of one side: a step of uniform width w loses w^2 / 12.
 struct ErrorSum {

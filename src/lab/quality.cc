@@ -14,6 +14,7 @@
 #include "lab/kv_data.h"
 #include "lab/peer.h"
 #include "lab/progress_state.h"
+#include "lab/statistics.h"
 #include "model/model.h"
 
 namespace kvcell {
@@ -327,16 +328,6 @@ class Run {
     return state_.Write();
   }
 
-  static double Mean(const std::vector<double>& values) {
-    return std::accumulate(values.begin(), values.end(), 0.0) / static_cast<double>(values.size());
-  }
-
-  static double Quantile(std::vector<double> values, double q) {
-    const auto at = values.begin() + static_cast<std::ptrdiff_t>(q * static_cast<double>(values.size() - 1));
-    std::nth_element(values.begin(), at, values.end());
-    return *at;
-  }
-
   QualityResult Summary() const {
     QualityResult result;
     result.context = options_.context;
@@ -355,11 +346,7 @@ class Run {
       row.bits_all_in = s.bits_all_in;
       row.ppl = std::exp(Mean(s.nll));
       row.kld_mean = Mean(s.kld);
-      double variance = 0;
-      const double mean = Mean(s.window_kld);
-      for (const double x : s.window_kld) variance += (x - mean) * (x - mean);
-      const auto n = static_cast<double>(s.window_kld.size());
-      row.kld_se = n > 1 ? std::sqrt(variance / (n - 1) / n) : 0.0;
+      row.kld_se = StandardError(s.window_kld);
       row.kld_median = Quantile(s.kld, 0.5);
       row.kld_p999 = Quantile(s.kld, 0.999);
       row.top1 = static_cast<double>(std::count(s.same_top.begin(), s.same_top.end(), 1)) /

@@ -16,6 +16,7 @@
 #include "codec/f16.h"
 #include "kvcell/cache.h"
 #include "lab/kv_data.h"
+#include "lab/statistics.h"
 #include "model/model.h"
 
 namespace kvcell {
@@ -196,12 +197,6 @@ class Way {
   HeadContext head_;
   std::vector<Partial> partials_;
 };
-
-double Median(std::vector<double> values) {
-  const auto at = values.begin() + static_cast<std::ptrdiff_t>(values.size() / 2);
-  std::nth_element(values.begin(), at, values.end());
-  return *at;
-}
 
 int ThreadsOf(int32_t n) { return n > 0 ? n : static_cast<int>(std::max(1u, std::thread::hardware_concurrency())); }
 

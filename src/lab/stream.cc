@@ -8,6 +8,7 @@
 
 #include "cell/rules.h"
 #include "kvcell/cache.h"
+#include "lab/statistics.h"
 #include "model/model.h"
 
 namespace kvcell {
@@ -67,6 +68,7 @@ Result<StreamResult> MeasureStream(const StreamOptions& options) {
   const int64_t window_blocks = (result.window + kBlockTokens - 1) / kBlockTokens;
   const int64_t sinks = (*stream)->options().sinks;
   double loss_stream = 0, loss_fresh = 0, part_seconds = 0;
+  std::vector<double> excess;  // loss per token that the stream has over recomputing, of each block
   int64_t part_tokens = 0;
   std::vector<float> logits, last;
   for (int64_t b = 0; b < n_blocks; ++b) {
@@ -80,7 +82,7 @@ Result<StreamResult> MeasureStream(const StreamOptions& options) {
     part_seconds += std::chrono::duration<double>(Clock::now() - start).count();
     part_tokens += kBlockTokens;
     if (scores) {
-      loss_stream += BlockLoss(logits, last, block, n_vocab);
+      const double streamed = BlockLoss(logits, last, block, n_vocab);
       // Sinks, the window and the block itself, as if nothing else had ever been.
       std::vector<Token> context;
       for (int64_t i = 0; i < sinks; ++i) context.push_back(token_at(i));
@@ -95,7 +97,10 @@ Result<StreamResult> MeasureStream(const StreamOptions& options) {
       }
       const ModelStep own_step{.sequence = *again, .tokens = block, .want_logits = true, .want_all_logits = true};
       KVCELL_FAIL_IF_ERROR((*model)->Forward(fresh->get(), {&own_step, 1}, &own));
-      loss_fresh += BlockLoss(own, before, block, n_vocab);
+      const double recomputed = BlockLoss(own, before, block, n_vocab);
+      loss_stream += streamed;
+      loss_fresh += recomputed;
+      excess.push_back((streamed - recomputed) / static_cast<double>(kBlockTokens));
       KVCELL_FAIL_IF_ERROR((*fresh)->Free(*again));
       result.scored += kBlockTokens;
     }
@@ -112,6 +117,7 @@ Result<StreamResult> MeasureStream(const StreamOptions& options) {
   if (result.scored > 0) {
     result.ppl_stream = std::exp(loss_stream / static_cast<double>(result.scored));
     result.ppl_recomputed = std::exp(loss_fresh / static_cast<double>(result.scored));
+    result.ratio_se = result.ppl_stream / result.ppl_recomputed * StandardError(excess);
   }
   return result;
 }

@@ -33,6 +33,7 @@ struct StreamResult {
   int64_t tokens = 0, scored = 0;
   int64_t window = 0;                         // tokens before a query's own block
   double ppl_stream = 0, ppl_recomputed = 0;  // over the same tokens
+  double ratio_se = 0;                        // standard error of their ratio, over blocks in pairs
   std::vector<StreamPart> parts;              // eighths
 };
 

@@ -312,7 +312,8 @@ void Scheduler::TakeToken(Entry* entry, int32_t index, std::span<const float> lo
   if (n >= entry->request.max_tokens) return EndSample(entry, index, GenerationEnd::kTokenLimit);
   if (options_.context > 0 && length >= options_.context) return EndSample(entry, index, GenerationEnd::kContextFull);
   const Token token = sample.sampler.Sample(logits, length);
-  if (model_->IsEndOfGeneration(token)) return EndSample(entry, index, GenerationEnd::kEnded);
+  if (!entry->request.ignore_eos && model_->IsEndOfGeneration(token))
+    return EndSample(entry, index, GenerationEnd::kEnded);
   result.tokens.push_back(token);
   if (tokens != nullptr) tokens->push_back({entry->id, index, token});
   if (n + 1 == entry->request.max_tokens) return EndSample(entry, index, GenerationEnd::kTokenLimit);

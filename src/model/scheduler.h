@@ -25,6 +25,7 @@ struct GenerationRequest {
   // Answers to the one prompt, which is fed once. Sample i draws with seed + i, so that it is the answer that a request
   // of its own with that seed gets.
   int32_t n_samples = 1;
+  bool ignore_eos = false;  // tokens that end a text are fed like any other
 };
 
 struct SchedulerOptions {

@@ -313,6 +313,18 @@ class Run(CliTest):
         spelled = self.run_json("-p", "<|im_end|><|im_start|>system", "-n", 1)["prompt_tokens"]
         self.assertGreater(spelled, plain + 8, "each control token is several tokens of text")
 
+    def test_an_answer_goes_on_past_its_end_where_that_is_asked_for(self):
+        args = ("-p", "Say yes.", "-n", 60)
+        ended = self.run_json(*args, "--session", "s")
+        self.assertEqual(ended["end"], "ended", "this prompt has a short answer, else the test says nothing")
+        longer = self.run_json(*args, "--ignore-eos", "--no-prefix")
+        self.assertEqual((longer["end"], len(longer["tokens"])), ("token_limit", 60))
+        self.assertEqual(longer["tokens"][: len(ended["tokens"])], ended["tokens"])
+        samples = self.run_json(*args, "--ignore-eos", "--no-prefix", "--samples", 2)
+        self.assertEqual(samples["tokens"], longer["tokens"])
+        resumed = self.run_json("--session", "s", "-n", 60 - len(ended["tokens"]), "--ignore-eos")
+        self.assertEqual(ended["tokens"] + resumed["tokens"], longer["tokens"])
+
     def test_a_full_context_ends_the_answer(self):
         report = self.run_json("--raw", "-p", TEXT, "-n", 200, "--ctx", 100)
         self.assertEqual((report["end"], report["context_tokens"]), ("context_full", 100))
