@@ -267,6 +267,14 @@ class Cache {
   Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits, const std::string& extras) {
     return Save(sequence, name, logits, extras, std::nullopt);
   }
+  // Save without waiting for the store: what goes there is copied now, and one transaction of a thread of its own
+  // stores it while steps go on. Cells that are in no file yet are written first, by this call. The calls beside are
+  // one at a time: kBusy while the one before is under way (try again some tokens later), and its error if it failed.
+  virtual Status BeginSave(SequenceId sequence, const std::string& name, std::span<const float> logits,
+                           const std::string& extras, std::optional<uint8_t> durability) = 0;
+  // Waits for the save under way, if there is one, and says how the last BeginSave ended; once. Save, Publish, Free and
+  // the cache's end wait too.
+  virtual Status FinishSave() = 0;
   // Brings a session back. kNotFound, unless `create` makes it an empty one that the first Save stores; kMismatch
   // naming the identity field that differs; kBusy naming the process that holds it. Damage shortens `usable` and is
   // told in `note`. The session stays locked for writing until the sequence is freed.

@@ -150,6 +150,7 @@ void CacheImpl::SetIdentity() {
 
 CacheImpl::~CacheImpl() {
   if (in_step_) Abort();
+  EndSave();
   for (auto& sequence : sequences_) {
     if (sequence != nullptr) ReleaseFrom(sequence.get(), 0);
   }
@@ -209,6 +210,7 @@ Result<SequenceId> CacheImpl::Fork(SequenceId parent_id) {
 
 Status CacheImpl::Free(SequenceId id) {
   if (in_step_) return InStep("Free");
+  EndSave();  // its name stays locked until it is stored
   Sequence* sequence = Find(id);
   if (sequence == nullptr) return NoSequence(id);
   ReleaseFrom(sequence, 0);
@@ -689,6 +691,7 @@ Status CacheImpl::Persist(SequenceId id) {
 
 Status CacheImpl::Evict(SequenceId id, int64_t begin, int64_t end) {
   if (in_step_) return InStep("Evict");
+  EndSave();
   Sequence* sequence = Find(id);
   if (sequence == nullptr) return NoSequence(id);
   KVCELL_RETURN_IF_ERROR(memory_->Settle());

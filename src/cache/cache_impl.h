@@ -7,6 +7,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "attention/attention.h"
@@ -120,6 +121,16 @@ struct Worker {
   std::vector<const float*> turned_q;  // [n_rows]
 };
 
+// A session on its way into the store.
+struct SessionSave {
+  SessionRecord record;
+  std::vector<Block*> blocks;        // of the record; referred to while a thread commits it
+  std::vector<BlockPlace> given_up;  // that they had where the store has these blocks elsewhere
+  Status status;
+  std::atomic<bool> done{false};
+  std::thread thread;
+};
+
 class CacheImpl final : public Cache {
  public:
   static Result<std::unique_ptr<Cache>> Create(const CacheOptions& options);
@@ -149,6 +160,9 @@ class CacheImpl final : public Cache {
   using Cache::Save;
   Status Save(SequenceId sequence, const std::string& name, std::span<const float> logits, const std::string& extras,
               std::optional<uint8_t> durability) override;
+  Status BeginSave(SequenceId sequence, const std::string& name, std::span<const float> logits,
+                   const std::string& extras, std::optional<uint8_t> durability) override;
+  Status FinishSave() override;
   using Cache::OpenSession;
   Result<OpenedSession> OpenSession(const std::string& name, bool create) override;
 
@@ -246,6 +260,13 @@ class CacheImpl final : public Cache {
   bool UnpackReplicas(std::span<const std::byte> bytes, std::span<Block* const> blocks);
 
   // session.cc: to the store and back
+  // What is to be stored of a sequence, its cells written and its name locked.
+  Result<std::unique_ptr<SessionSave>> PackSession(SequenceId id, const std::string& name,
+                                                   std::span<const float> logits, const std::string& extras,
+                                                   std::optional<uint8_t> durability);
+  // The cells of a save that has been committed are the store's from now on.
+  void Adopt(SessionSave* save);
+  void EndSave();
   std::vector<std::byte> PackExact(const Sequence& sequence);
   Status UnpackExact(std::span<const std::byte> bytes, size_t n_stored, Sequence* sequence);
   // Reads stored blocks [first, blocks.size()) in and verifies them, the newest into RAM as far as there is room.
@@ -262,7 +283,9 @@ class CacheImpl final : public Cache {
   std::vector<HeadContext> heads_;                    // [n_cells]: one for each layer and KV head
   std::vector<std::unique_ptr<Sequence>> sequences_;  // by id; null: free
   PrefixTree tree_;
-  uint64_t block_bytes_ = 0;  // of a sealed block's cells
+  std::unique_ptr<SessionSave> save_;  // that a thread commits, or has committed; null: none
+  Status save_error_;                  // of the last one, until somebody has been told
+  uint64_t block_bytes_ = 0;           // of a sealed block's cells
 
   // The step under way.
   bool in_step_ = false;

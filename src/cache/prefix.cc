@@ -406,6 +406,7 @@ Status CacheImpl::Publish(SequenceId id) {
   if (sequence == nullptr) return Status(StatusCode::kNotFound, fmt::format("there is no sequence {} to publish", id));
   if (store_ == nullptr)
     return Status(StatusCode::kInvalidArgument, "prefixes are kept in a store; give CacheOptions::store");
+  EndSave();
   const size_t n = sequence->n_shared;
   if (n == 0) return OkStatus();
   const std::span<Block* const> sealed(sequence->blocks.data(), n);

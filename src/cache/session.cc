@@ -1,8 +1,11 @@
 // Sequences to the store and back: sealed blocks as their cells stand, sinks and the open tail exactly.
 #include <fmt/format.h>
+#include <pthread.h>
 
 #include <algorithm>
 #include <cstring>
+#include <system_error>
+#include <utility>
 
 #include "cache/cache_impl.h"
 
@@ -136,32 +139,33 @@ Status CacheImpl::UnpackExact(std::span<const std::byte> bytes, size_t n_stored,
   return OkStatus();
 }
 
-Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const float> logits, const std::string& extras,
-                       std::optional<uint8_t> durability) {
-  if (in_step_) return Status(StatusCode::kBusy, "Save during a step; Commit or Abort it first");
+Result<std::unique_ptr<SessionSave>> CacheImpl::PackSession(SequenceId id, const std::string& name,
+                                                            std::span<const float> logits, const std::string& extras,
+                                                            std::optional<uint8_t> durability) {
+  if (in_step_) return Fail(StatusCode::kBusy, "Save during a step; Commit or Abort it first");
   Sequence* sequence = Find(id);
-  if (sequence == nullptr) return Status(StatusCode::kNotFound, fmt::format("there is no sequence {} to save", id));
-  if (store_ == nullptr) return Status(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
-  KVCELL_RETURN_IF_ERROR(CheckSessionName(name));
+  if (sequence == nullptr) return Fail(StatusCode::kNotFound, fmt::format("there is no sequence {} to save", id));
+  if (store_ == nullptr) return Fail(StatusCode::kInvalidArgument, "sessions need a store; give CacheOptions::store");
+  KVCELL_FAIL_IF_ERROR(CheckSessionName(name));
   if (durability.value_or(0) > static_cast<uint8_t>(Durability::kPower)) {
-    return Status(StatusCode::kInvalidArgument, fmt::format("durability is {}, but must be 0..2", *durability));
+    return Fail(StatusCode::kInvalidArgument, fmt::format("durability is {}, but must be 0..2", *durability));
   }
   if (sequence->draft_from >= 0) {
-    return Status(
-        StatusCode::kInvalidArgument,
-        fmt::format("sequence {} ends in drafted tokens: Trim it to those that were accepted, then save", id));
+    return Fail(StatusCode::kInvalidArgument,
+                fmt::format("sequence {} ends in drafted tokens: Trim it to those that were accepted, then save", id));
   }
   if (sequence->lock == nullptr || sequence->locked_name != name) {
     auto lock = store_->LockSession(name);
-    if (!lock) return lock.error();
+    if (!lock) return Fail(lock.error());
     sequence->lock = std::move(*lock);
     sequence->locked_name = name;
   }
   const size_t n_sealed = sequence->tokens.size() / kBlockTokens;
   const std::span<Block* const> sealed(sequence->blocks.data(), n_sealed);
-  KVCELL_RETURN_IF_ERROR(memory_->WriteNow(sealed));
+  KVCELL_FAIL_IF_ERROR(memory_->WriteNow(sealed));
 
-  SessionRecord record;
+  auto save = std::make_unique<SessionSave>();
+  SessionRecord& record = save->record;
   record.name = name;
   record.model = options_.model_name;
   record.identity = identity_;
@@ -172,15 +176,70 @@ Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const f
   if (durability) record.durability = static_cast<Durability>(*durability);
   if (sequence->approximate || !Shares()) record.n_shared = sequence->n_shared;
   record.sinks = PackShared(*sequence, n_sealed, /*sinks=*/true);
-  for (const Block* block : sealed) {
+  for (Block* block : sealed) {
     record.blocks.push_back(
         {.key = block->key, .generation = block->generation, .tokens = block->tokens, .places = block->places});
+    save->blocks.push_back(block);
   }
-  KVCELL_RETURN_IF_ERROR(store_->Commit(&record, memory_->map().shapes.data()));
-  // Blocks that the store had already are shared: from now on theirs is the copy in the file.
-  for (size_t b = 0; b < n_sealed; ++b)
-    memory_->AdoptPlaces(sealed[b], record.blocks[b].places, record.blocks[b].generation);
+  return save;
+}
+
+// Blocks that the store had already are shared: from now on theirs is the copy in the file.
+void CacheImpl::Adopt(SessionSave* save) {
+  for (size_t b = 0; b < save->blocks.size(); ++b) {
+    const BlockRecord& stored = save->record.blocks[b];
+    memory_->AdoptPlaces(save->blocks[b], stored.places, stored.generation);
+  }
+  for (const BlockPlace& place : save->given_up) store_->DestroyCells(place);
+}
+
+Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const float> logits, const std::string& extras,
+                       std::optional<uint8_t> durability) {
+  EndSave();  // what comes later holds more, and its error is this call's
+  save_error_ = OkStatus();
+  auto save = PackSession(id, name, logits, extras, durability);
+  if (!save) return save.error();
+  KVCELL_RETURN_IF_ERROR(store_->Commit(&(*save)->record, memory_->map().shapes.data(), &(*save)->given_up));
+  Adopt(save->get());
   return OkStatus();
+}
+
+Status CacheImpl::BeginSave(SequenceId id, const std::string& name, std::span<const float> logits,
+                            const std::string& extras, std::optional<uint8_t> durability) {
+  if (save_ != nullptr && !save_->done) return Status(StatusCode::kBusy, "the save before is still under way");
+  KVCELL_RETURN_IF_ERROR(FinishSave());
+  auto packed = PackSession(id, name, logits, extras, durability);
+  if (!packed) return packed.error();
+  save_ = std::move(*packed);
+  for (Block* block : save_->blocks) CellMemory::AddRef(block);
+  const auto commit = [store = store_.get(), save = save_.get(), shapes = memory_->map().shapes.data()] {
+    pthread_setname_np(pthread_self(), "kvcell-save");
+    save->status = store->Commit(&save->record, shapes, &save->given_up);
+    save->done = true;
+  };
+  try {
+    save_->thread = std::thread(commit);
+  } catch (const std::system_error&) {  // no thread is to be had
+    commit();
+  }
+  return OkStatus();
+}
+
+Status CacheImpl::FinishSave() {
+  if (in_step_) return Status(StatusCode::kBusy, "FinishSave during a step; Commit or Abort it first");
+  EndSave();
+  return std::exchange(save_error_, OkStatus());
+}
+
+void CacheImpl::EndSave() {
+  if (save_ == nullptr || in_step_) return;
+  const std::unique_ptr<SessionSave> save = std::move(save_);
+  if (save->thread.joinable()) save->thread.join();
+  if (save->status.ok()) Adopt(save.get());
+  save_error_ = save->status;
+  Sequence holder;
+  holder.blocks = save->blocks;
+  ReleaseFrom(&holder, 0);
 }
 
 // Fills sequence->blocks with the sound prefix of the record's blocks; as many of the newest as fit stay in RAM.

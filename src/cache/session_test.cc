@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
+#include <sqlite3.h>
 
 #include <fstream>
 #include <functional>
@@ -62,6 +63,112 @@ TEST(Session, RestoredEqualsUninterruptedAtEveryEdge) {  // field cases A17, B14
       EXPECT_EQ(cache->Stats().approximate_reads, 0u);
     }
   }
+}
+
+// A writer that keeps the store busy until it is let go.
+class OtherWriter {
+ public:
+  explicit OtherWriter(const std::string& store) {
+    EXPECT_EQ(sqlite3_open((store + "/store.db").c_str(), &database_), SQLITE_OK);
+    EXPECT_EQ(sqlite3_exec(database_, "BEGIN IMMEDIATE", nullptr, nullptr, nullptr), SQLITE_OK);
+  }
+  ~OtherWriter() { sqlite3_close(database_); }
+
+ private:
+  sqlite3* database_ = nullptr;
+};
+
+TEST(Session, ASaveBesideStepsStoresTheMomentItBegan) {
+  const auto tokens = MadeTokens(700);
+  for (const uint64_t room : {uint64_t{0}, uint64_t{256} << 10}) {  // all in RAM; most of it attended from the file
+    TempDir dir;
+    auto options = StoredOptions(dir.path());
+    options.max_sequences = 2;
+    options.max_threads = 1;
+    options.max_step_tokens = 64;
+    const auto alone = ColdRows(options, tokens);
+    if (room > 0) options.ram_budget = PlanMemory(options, 700, 1)->minimum + room;
+    {
+      auto cache = OpenOrDie(options);
+      const SequenceId sequence = cache->Create().value();
+      Feed(cache.get(), sequence, std::span(tokens).first(330));
+      {
+        const OtherWriter writer(dir.path());
+        const Status begun = cache->BeginSave(sequence, "s", std::vector{3.0f}, R"({"a":1})", std::nullopt);
+        ASSERT_TRUE(begun.ok()) << begun.message();
+        EXPECT_EQ(cache->BeginSave(sequence, "s", {}, "", std::nullopt).code(), StatusCode::kBusy);
+        EXPECT_THAT(Feed(cache.get(), sequence, std::span(tokens).subspan(330, 100), {7}),
+                    Eq(std::vector(alone.begin() + 330, alone.begin() + 430)));
+        // What the save names may be cut off meanwhile.
+        ASSERT_EQ(cache->Trim(sequence, 100).value(), 64);
+      }
+      EXPECT_TRUE(cache->FinishSave().ok());
+      EXPECT_TRUE(cache->FinishSave().ok()) << "there is none under way";
+      EXPECT_THAT(Feed(cache.get(), sequence, std::span(tokens).subspan(64)),
+                  Eq(std::vector(alone.begin() + 64, alone.end())));
+    }
+    auto cache = OpenOrDie(options);
+    const auto opened = cache->OpenSession("s");
+    ASSERT_TRUE(opened) << opened.error().message();
+    EXPECT_EQ(opened->note, "");
+    EXPECT_EQ(opened->tokens, std::vector(tokens.begin(), tokens.begin() + 330));
+    EXPECT_EQ(opened->logits, std::vector{3.0f});
+    EXPECT_THAT(Feed(cache.get(), opened->sequence, std::span(tokens).subspan(330)),
+                Eq(std::vector(alone.begin() + 330, alone.end())));
+  }
+}
+
+// What another session has stored already takes the place of one's own bytes, which steps may read until the save has
+// been finished.
+TEST(Session, ASaveBesideStepsSharesWhatTheStoreHas) {
+  TempDir dir;
+  auto options = StoredOptions(dir.path());
+  options.max_sequences = 2;
+  options.max_threads = 1;
+  options.max_step_tokens = 64;
+  const auto tokens = MadeTokens(3000);
+  const auto alone = ColdRows(options, tokens);
+  SaveSession(options, "first", std::span(tokens).first(2560));
+  options.ram_budget = PlanMemory(options, 3000, 1)->minimum + (256 << 10);
+  auto cache = OpenOrDie(options);
+  const uint64_t before = cache->Stats().file_bytes;
+  const SequenceId sequence = cache->Create().value();
+  Feed(cache.get(), sequence, std::span(tokens).first(2600), {64});
+  ASSERT_TRUE(cache->BeginSave(sequence, "second", {}, "", std::nullopt).ok());
+  EXPECT_THAT(Feed(cache.get(), sequence, std::span(tokens).subspan(2600, 200), {20}),
+              Eq(std::vector(alone.begin() + 2600, alone.begin() + 2800)));
+  ASSERT_TRUE(cache->FinishSave().ok());
+  EXPECT_THAT(Feed(cache.get(), sequence, std::span(tokens).subspan(2800), {20}),
+              Eq(std::vector(alone.begin() + 2800, alone.end())));
+  EXPECT_GT(cache->Stats().reads_file, 0u) << "else the test says nothing";
+  ASSERT_TRUE(cache->Free(sequence).ok());
+  cache.reset();
+  cache = OpenOrDie(options);
+  EXPECT_EQ(cache->Stats().file_bytes, before) << "bytes that nobody names any more are still there";
+  EXPECT_EQ(cache->OpenSession("second")->usable, 2600);
+}
+
+TEST(Session, ASaveBesideStepsThatFailsIsTold) {
+  TempDir dir;
+  const auto options = StoredOptions(dir.path());
+  const auto tokens = MadeTokens(100);
+  auto cache = OpenOrDie(options);
+  const SequenceId sequence = cache->Create().value();
+  Feed(cache.get(), sequence, tokens);
+  EXPECT_EQ(cache->BeginSave(sequence, "no/name", {}, "", std::nullopt).code(), StatusCode::kInvalidArgument);
+  EXPECT_EQ(cache->BeginSave(sequence, "s", {}, "", uint8_t{3}).code(), StatusCode::kInvalidArgument);
+  {
+    sqlite3* database = nullptr;  // the table is gone: whatever is written to it fails
+    ASSERT_EQ(sqlite3_open((dir.path() + "/store.db").c_str(), &database), SQLITE_OK);
+    ASSERT_EQ(sqlite3_exec(database, "ALTER TABLE sessions RENAME TO moved", nullptr, nullptr, nullptr), SQLITE_OK);
+    sqlite3_close(database);
+  }
+  ASSERT_TRUE(cache->BeginSave(sequence, "s", {}, "", std::nullopt).ok());
+  EXPECT_FALSE(cache->FinishSave().ok());
+  EXPECT_TRUE(cache->FinishSave().ok()) << "told once";
+  ASSERT_TRUE(cache->BeginSave(sequence, "s", {}, "", std::nullopt).ok());
+  ASSERT_TRUE(cache->Free(sequence).ok());
+  EXPECT_FALSE(cache->FinishSave().ok()) << "what Free waited for is told too";
 }
 
 TEST(Session, SavedAgainAndAgainItAppendsOnlyWhatIsNew) {

@@ -20,7 +20,6 @@ constexpr uint64_t kSmallChunk = uint64_t{128} << 10;
 constexpr uint64_t kHugeChunkBudget = uint64_t{256} << 20;
 
 constexpr uint64_t kReadBufferBytes = uint64_t{4} << 20;
-constexpr size_t kLayersAhead = 3;  // that the disk may be reading while one is checked
 
 uint64_t PoolBytes(const std::vector<CellMap::PoolUse>& pools, uint64_t chunk_target, uint64_t n_blocks) {
   uint64_t bytes = 0;
@@ -696,17 +695,11 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
       });
     }
   }
-  // The disk is kept a few layers ahead of the checks.
-  const auto prefetch = [&](size_t slot) {
-    if (slot >= shape.layers.size()) return;
-    options_.tier->Prefetch(shape, *blocks[0]->places[group], slot, static_cast<uint32_t>(blocks.size()));
-  };
-  for (size_t slot = 0; slot < kLayersAhead; ++slot) prefetch(slot);
+  // In file order and by one thread: the system then reads ahead by itself, which costs half of what asking for it does.
   for (const auto& [layer_at, run_at] : Runs(group)) {
     const LayerCells& layer = *layer_at;
     const HeadRun& run = *run_at;
     if (sound == 0) break;
-    prefetch(run.slot + kLayersAhead);
     const size_t cell_bytes = run.layout.bytes;
     buffer.resize(sound * run.n_heads * cell_bytes);
     Status read =

@@ -115,11 +115,11 @@ class Program {
                                 "kvcell run -m model.gguf -f report.txt -p 'What does it conclude?' --session report");
     parser_.Offer(
         command,
-        {"model",      "prompt",  "file",       "max-tokens", "temp",        "top-k",     "top-p",    "min-p",
-         "seed",       "raw",     "ignore-eos", "ctx",        "threads",     "codec",     "sinks",    "recent-blocks",
-         "ram-budget", "store",   "durability", "disk-cap",   "ttl",         "namespace", "key-file", "key-command",
-         "scrub-rate", "session", "samples",    "no-prefix",  "json",        "report",    "quiet",    "rules",
-         "profile",    "metrics", "trace",      "curve",      "curve-every", "file-reads"});
+        {"model",      "prompt",  "file",       "max-tokens", "temp",      "top-k",       "top-p",     "min-p",
+         "seed",       "raw",     "ignore-eos", "ctx",        "threads",   "codec",       "sinks",     "recent-blocks",
+         "ram-budget", "store",   "durability", "disk-cap",   "ttl",       "namespace",   "key-file",  "key-command",
+         "scrub-rate", "session", "save-every", "samples",    "no-prefix", "json",        "report",    "quiet",
+         "rules",      "profile", "metrics",    "trace",      "curve",     "curve-every", "file-reads"});
     OnChosen(command, [this](const Options& options) { return RunCommand(options, Given()); });
   }
 
@@ -127,11 +127,11 @@ class Program {
     CLI::App* command = Command(&app_, "chat", "a conversation in the terminal, kept in the store",
                                 "kvcell chat -m model.gguf --session ideas");
     parser_.Offer(command,
-                  {"model",       "session",    "max-tokens",  "temp",      "top-k", "top-p",     "min-p",
-                   "seed",        "raw",        "ctx",         "threads",   "codec", "sinks",     "recent-blocks",
-                   "ram-budget",  "store",      "durability",  "disk-cap",  "ttl",   "namespace", "key-file",
-                   "key-command", "scrub-rate", "no-prefix",   "quiet",     "rules", "profile",   "metrics",
-                   "trace",       "curve",      "curve-every", "file-reads"});
+                  {"model",         "session",     "save-every", "max-tokens",  "temp",      "top-k", "top-p",
+                   "min-p",         "seed",        "raw",        "ctx",         "threads",   "codec", "sinks",
+                   "recent-blocks", "ram-budget",  "store",      "durability",  "disk-cap",  "ttl",   "namespace",
+                   "key-file",      "key-command", "scrub-rate", "no-prefix",   "quiet",     "rules", "profile",
+                   "metrics",       "trace",       "curve",      "curve-every", "file-reads"});
     OnChosen(command, [this](const Options& options) { return ChatCommand(options, Given()); });
   }
 

@@ -44,6 +44,7 @@ ConversationSettings SettingsFrom(const Options& options, SamplerGiven sampler_g
           .sampler_given = sampler_given,
           .raw = options.raw,
           .ignore_eos = options.ignore_eos,
+          .save_every = options.save_every,
           .durability = options.durability_given ? std::optional(options.durability) : std::nullopt};
 }
 
@@ -69,6 +70,7 @@ Result<std::unique_ptr<Conversation>> Conversation::Open(Engine* engine, const C
 Status Conversation::Resume(OpenedSession opened, SamplerGiven sampler_given) {
   resumed_ = true;
   sequence_ = opened.sequence;
+  saved_length_ = opened.usable;
   ReadExtras(opened.extras, sampler_given);
   const auto stored = static_cast<int64_t>(opened.tokens.size());
   if (stored > engine_->context) {
@@ -341,11 +343,24 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
     if (static_cast<int64_t>(answer.tokens.size()) == max_tokens && !keeps) break;
     if (const Status status = Step({&token, 1}, true, hooks); !status.ok()) return Fail(status);
     ++answer.decode_steps;
+    if (keeps) SaveAlong();
     stopped = hooks.should_stop && hooks.should_stop();
   }
   show(stream.Flush());
   if (!answer.tokens.empty()) answer.decode_ms = MillisecondsSince(first_token);
   return answer;
+}
+
+void Conversation::SaveAlong() {
+  if (save_every_ == 0 || Length() - saved_length_ < save_every_) return;
+  std::unique_lock<std::mutex> lock;
+  if (engine_->control != nullptr) lock = engine_->control->Step();
+  const Status status = engine_->cache->BeginSave(sequence_, session_, logits_, WriteExtras(), durability_);
+  if (status.ok()) {
+    saved_length_ = Length();
+  } else if (status.code() != StatusCode::kBusy) {
+    save_every_ = 0;  // the save at the end tells what is wrong
+  }
 }
 
 Status Conversation::Save() {

@@ -25,6 +25,7 @@ struct ConversationSettings {
   SamplerGiven sampler_given;         // a session goes on with what it was stored with for the others
   bool raw = false;                   // prompts are fed as they are
   bool ignore_eos = false;            // tokens that end a text are fed like any other
+  int64_t save_every = 0;             // tokens that an answer grows by between two saves beside it; 0: none
   std::optional<uint8_t> durability;  // of the session from now on, as CacheOptions has it; nothing: what it was, or 1
 };
 
@@ -92,6 +93,7 @@ class Conversation {
         sampler_(settings.sampler),
         raw_(settings.raw),
         ignore_eos_(settings.ignore_eos),
+        save_every_(settings.save_every),
         durability_(settings.durability) {}
 
   Status Resume(OpenedSession opened, SamplerGiven sampler_given);
@@ -101,6 +103,8 @@ class Conversation {
   Result<std::string> TurnText(const std::string& text) const;
   Status BeginWithPrefix();
   Status Feed(const AnswerHooks& hooks, bool* stopped);
+  // Begins a save beside the work where the answer has grown enough since the last one.
+  void SaveAlong();
   // One step. Stored cells that are found damaged are computed again, with all behind them, and the step with them.
   Status Step(std::span<const Token> tokens, bool want_logits, const AnswerHooks& hooks);
   Status StepOnce(std::span<const Token> tokens, bool want_logits);
@@ -111,6 +115,8 @@ class Conversation {
   Sampler sampler_;
   bool raw_;
   bool ignore_eos_;
+  int64_t save_every_;
+  int64_t saved_length_ = 0;
   std::optional<uint8_t> durability_;
   SequenceId sequence_ = 0;
   std::vector<Token> pending_;  // to be fed before anything is generated

@@ -386,6 +386,14 @@ const std::vector<OptionSpec>& Table() {
        .help = "name of the conversation in the store; `run` and `chat` go on with it when it is there and save it",
 
        .set = [](const std::string& t, Options* o) { return SetText(t, "a session's name", &o->session); }},
+      {.name = "save-every",
+       .flags = "--save-every",
+       .type = "N",
+       .shown_default = "256",
+       .help = "saves the session while an answer is made, each time that it has grown by so many tokens, beside the "
+               "work; what is lost with a process that is killed is at most that; 0: at the end only",
+       .set = [](const std::string& t,
+                 Options* o) { return SetInteger(t, 0, std::numeric_limits<int64_t>::max(), &o->save_every); }},
       {.name = "samples",
        .flags = "--samples",
        .type = "N",

@@ -30,7 +30,8 @@ using Clock = std::chrono::steady_clock;
 constexpr size_t kWriteChunk = size_t{4} << 20;
 constexpr uint64_t kDiskProbeBytes = uint64_t{256} << 20;
 constexpr int kDecodeSteps = 32;  // of a round
-constexpr int kSaveEvery = 16;    // decode steps between two saves
+// Decode steps between two saves beside them: often, and as `run` and `chat` do it.
+constexpr std::array<int, 2> kSaveEvery = {16, 256};
 constexpr int kStepsOfATurn = 8;  // where ways of reading take turns
 constexpr int kLimitedSteps = 12;
 constexpr uint64_t kGroupSlack = uint64_t{4} << 20;  // of a cgroup: the kernel's own tables
@@ -145,6 +146,12 @@ struct Engine {
   double load_ms = 0;
 };
 
+// Decode steps of a round with saves beside it.
+int SavingSteps(int every) { return std::max(every, kDecodeSteps); }
+int SavingRounds(const BenchStoreOptions& options, int every) {
+  return std::max(1, options.rounds * kDecodeSteps / SavingSteps(every));
+}
+
 // A budget of 0: as much as the context takes; else no less than the smallest that works.
 Result<std::unique_ptr<Cache>> OpenCache(const BenchStoreOptions& options, const Model& model, const std::string& store,
                                          uint64_t ram_budget, FileReads file_reads) {
@@ -159,7 +166,9 @@ Result<std::unique_ptr<Cache>> OpenCache(const BenchStoreOptions& options, const
   cache.file_reads = file_reads;
   cache.identity = model.identity();
   cache.model_name = model.facts().name;
-  const auto plan = PlanMemory(cache, options.context + 4 * kDecodeSteps * (options.rounds + 1), 1);
+  int64_t n_steps = kDecodeSteps * (options.rounds + 1);
+  for (const int every : kSaveEvery) n_steps += int64_t{4} * SavingRounds(options, every) * SavingSteps(every);
+  const auto plan = PlanMemory(cache, options.context + n_steps, 1);
   if (!plan) return Fail(plan.error());
   cache.ram_budget = ram_budget != 0 ? std::max(ram_budget, plan->minimum) : std::max(plan->total, plan->minimum);
   return Cache::Open(cache);
@@ -502,28 +511,37 @@ class Bench {
     }
   }
 
-  // Rounds with and without a save after every few steps, one after the other; sums, since a save falls on one step.
+  // Steps with and without saves beside them in turns, so that the growing context counts for both the same; sums,
+  // since waiting falls on one step.
   Status DecodeWhileSaving() {
     Stage("decoding, with saves and without");
-    std::vector<double> ratios, plain_ms;
-    for (int round = 0; round < options_.rounds; ++round) {
-      double sums[2] = {0, 0};
-      for (const int saving : {0, 1}) {
-        const auto steps =
-            Decode(engine_.model.get(), engine_.cache.get(), sequence_, kDecodeSteps, &logits_, [&](int i) -> Status {
-              if (saving == 0 || i % kSaveEvery != kSaveEvery - 1) return OkStatus();
-              return engine_.cache->Save(sequence_, "growing", logits_, "{}");
-            });
-        if (!steps) return steps.error();
-        for (const double ms : *steps) sums[saving] += ms;
-        if (saving == 0) plain_ms.push_back(Median(*steps));
+    for (const int every : kSaveEvery) {
+      std::vector<double> ratios, plain_ms;
+      for (int round = 0; round < SavingRounds(options_, every); ++round) {
+        double sums[2] = {0, 0};
+        for (const int saving : {0, 1, 1, 0}) {
+          const auto steps = DecodeRound(SavingSteps(every), saving == 0 ? 0 : every);
+          if (!steps) return steps.error();
+          for (const double ms : *steps) sums[saving] += ms;
+          if (saving == 0) plain_ms.push_back(Median(*steps));
+        }
+        ratios.push_back(sums[1] / sums[0]);
       }
-      ratios.push_back(sums[1] / sums[0]);
+      if (decode_ms_ == 0) Add("decode_step", decode_ms_ = Median(plain_ms), "ms");
+      Add(fmt::format("decode_step_saving_every_{}", every), decode_ms_ * Median(ratios), "ms", decode_ms_);
     }
-    decode_ms_ = Median(plain_ms);
-    Add("decode_step", decode_ms_, "ms");
-    Add("decode_step_saving_every_16", decode_ms_ * Median(ratios), "ms", decode_ms_);
     return OkStatus();
+  }
+  // ms of each of n steps; a save is begun after the first of every `save_every` and waited for at the end. 0: none.
+  Result<std::vector<double>> DecodeRound(int n, int save_every) {
+    return Decode(engine_.model.get(), engine_.cache.get(), sequence_, n, &logits_, [&](int i) -> Status {
+      if (save_every == 0) return OkStatus();
+      if (i % save_every == 0) {
+        KVCELL_RETURN_IF_ERROR(engine_.cache->FinishSave());
+        return engine_.cache->BeginSave(sequence_, "growing", logits_, "{}", std::nullopt);
+      }
+      return i == n - 1 ? engine_.cache->FinishSave() : OkStatus();
+    });
   }
 
   Status Resume(ColdProcess<ColdTimes>* cold) {

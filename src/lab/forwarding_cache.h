@@ -46,6 +46,11 @@ class ForwardingCache : public Cache {
               std::optional<uint8_t> durability) override {
     return cache_->Save(sequence, name, logits, extras, durability);
   }
+  Status BeginSave(SequenceId sequence, const std::string& name, std::span<const float> logits,
+                   const std::string& extras, std::optional<uint8_t> durability) override {
+    return cache_->BeginSave(sequence, name, logits, extras, durability);
+  }
+  Status FinishSave() override { return cache_->FinishSave(); }
   Result<OpenedSession> OpenSession(const std::string& name, bool create) override {
     return cache_->OpenSession(name, create);
   }

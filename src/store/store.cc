@@ -469,7 +469,7 @@ Status StoreImpl::CheckRecord(const SessionRecord& record) const {
   return OkStatus();
 }
 
-Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2]) {
+Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2], std::vector<BlockPlace>* given_up) {
   KVCELL_RETURN_IF_ERROR(CheckRecord(*record));
   const auto session_lock = LockUnlessHeld(record->name);
   if (!session_lock) return session_lock.error();
@@ -484,6 +484,7 @@ Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2]) {
   const int64_t before = std::exchange(record->last_used, now);
   const Status status = CommitRows(record, shapes, *revision, &pending);
   if (!status.ok()) record->last_used = before;
+  if (given_up != nullptr && status.ok()) *given_up = std::exchange(pending.given_up, {});
   return Settle(status, &pending, &record->blocks);
 }
 

@@ -238,10 +238,12 @@ class Store : public CellTier {
 
   // Saves a session under record.name in one transaction, replacing an older one of that name. Its blocks' places must
   // be held (appended, loaded or found). A block whose key and tokens are there already is shared: its record in
-  // `record` becomes the stored one, and the hold moves with it. kInvalidArgument (name; tokens of a block are not the
-  // session's), kBusy (another process holds the session), kNoSpace, kIoError: the older session and `record` are
-  // intact.
-  virtual Status Commit(SessionRecord* record, const CellSetShape shapes[2]) = 0;
+  // `record` becomes the stored one, and the hold moves with it; the places that it had are released, or go to
+  // `given_up` for the caller to destroy when nobody reads there any more. kInvalidArgument (name; tokens of a block
+  // are not the session's), kBusy (another process holds the session), kNoSpace, kIoError: the older session and
+  // `record` are intact.
+  virtual Status Commit(SessionRecord* record, const CellSetShape shapes[2], std::vector<BlockPlace>* given_up) = 0;
+  Status Commit(SessionRecord* record, const CellSetShape shapes[2]) { return Commit(record, shapes, nullptr); }
 
   // kNotFound; kCorruption where the session's own row fails its checksum. Damage of a block's row, extent or segment
   // file ends `blocks` before it and is told in `damage`. The cells themselves are not read. Damaged logits and extras

@@ -48,7 +48,8 @@ class StoreImpl final : public Store {
                                           uint16_t head) const override;
   Result<uint64_t> NextGeneration() override;
 
-  Status Commit(SessionRecord* record, const CellSetShape shapes[2]) override;
+  using Store::Commit;
+  Status Commit(SessionRecord* record, const CellSetShape shapes[2], std::vector<BlockPlace>* given_up) override;
   Result<SessionRecord> Load(const std::string& name) override;
   Result<std::vector<SessionSummary>> List() override;
   Status Remove(const std::string& name, bool erase) override;

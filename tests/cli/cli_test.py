@@ -42,6 +42,9 @@ class CliTest(unittest.TestCase):
     def run_json(self, *args, **kwargs):
         return self.json("run", "-m", MODEL, "--store", self.store, *args, **kwargs)
 
+    def prompt_tokens(self, text):
+        return self.run_json("--raw", "-p", text, "-n", 0, "--no-prefix")["prompt_tokens"]
+
     def refused(self, *args, code, words, **kwargs):
         """The call must fail with this exit code and one sentence that holds these words."""
         done = self.call(*args, **kwargs)
@@ -434,6 +437,23 @@ class Resume(CliTest):
         self.assertEqual(process.returncode, 130)
         tokens = self.json("sessions", "show", "s", "--store", self.store)["tokens"]
         self.assertEqual(self.run_json("--session", "s", "-n", 1)["reused_tokens"], tokens)
+
+    def test_what_was_saved_along_survives_a_kill(self):
+        answer = ["--raw", "-p", TEXT, "-n", "100000", "--ctx", "8000", "--ignore-eos"]
+        with subprocess.Popen([KVCELL, "run", "-m", MODEL, "--store", self.store, *answer, "--session", "s", "--save-every", "32"],
+                              stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=self.env) as process:
+            tokens = lambda: sum(s["tokens"] for s in self.json("sessions", "ls", "--store", self.store)["sessions"])
+            process.stdout.read(20)  # the answer has begun
+            first = tokens()
+            while tokens() <= first:  # a second save has come
+                self.assertIsNone(process.poll())
+                process.stdout.read1(4096)
+            process.kill()
+        shown = self.json("sessions", "show", "s", "--store", self.store)
+        resumed = self.run_json("--session", "s", "-n", 8, "--ignore-eos")
+        self.assertEqual(resumed["reused_tokens"], shown["tokens"])
+        straight = self.run_json(*answer[:3], "-n", shown["tokens"] - self.prompt_tokens(TEXT) + 8, "--ignore-eos", "--no-prefix")
+        self.assertEqual(resumed["tokens"], straight["tokens"][-8:])
 
     def test_a_damaged_file_shortens_what_is_used_and_says_so(self):
         prompt = TEXT * 4

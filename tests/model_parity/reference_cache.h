@@ -111,6 +111,11 @@ class ReferenceCache final : public Cache {
               std::optional<uint8_t>) override {
     return {StatusCode::kUnsupported, "the reference cache has no store"};
   }
+  Status BeginSave(SequenceId, const std::string&, std::span<const float>, const std::string&,
+                   std::optional<uint8_t>) override {
+    return {StatusCode::kUnsupported, "the reference cache has no store"};
+  }
+  Status FinishSave() override { return OkStatus(); }
   Result<OpenedSession> OpenSession(const std::string&, bool) override {
     return kvcell::Fail(StatusCode::kUnsupported, "the reference cache has no store");
   }
