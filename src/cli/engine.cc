@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
+#include <limits>
 #include <utility>
 
 #include "attention/attention.h"
@@ -63,6 +64,20 @@ Result<uint64_t> BudgetFloor(CacheOptions cache, int64_t context, int32_t n_sequ
   return std::min(whole, with_store->minimum);
 }
 
+// Tokens that a query sees at most, however long the context: no limit unless the rules have a window for every layer
+// that sees all (sliding layers see distances alone, which stay as they are).
+int64_t Reach(const Rules& rules, const Geometry& geometry) {
+  constexpr int64_t kAll = std::numeric_limits<int64_t>::max();
+  int64_t reach = 0;
+  for (size_t i = 0; i < geometry.size(); ++i) {
+    if (geometry[i].window > 0) continue;
+    const int64_t window = rules.WindowOf(static_cast<int32_t>(i));
+    if (window == 0) return kAll;
+    reach = std::max(reach, window + 2 * kBlockTokens);
+  }
+  return reach > 0 ? reach : kAll;
+}
+
 Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
   Result<CacheOptions> cache = ToCacheOptions(options);
   if (!cache) return Fail(cache.error());
@@ -74,13 +89,15 @@ Result<EnginePlan> PlanEngine(const Options& options, const ModelFacts& facts) {
   if (plan.context <= 0) {
     return Fail(StatusCode::kInvalidArgument, fmt::format("{} does not say its context length; set --ctx", facts.path));
   }
+  const Rules& rules = plan.cache.rules == nullptr ? *DefaultRules() : *plan.cache.rules;
+  if (options.ctx == 0 && Reach(rules, facts.geometry) <= plan.context)
+    plan.context = std::max(plan.context, kEndlessContext);
   plan.cache.max_step_tokens = static_cast<int32_t>(std::min<int64_t>(kChunkTokens, plan.context));
   for (const LayerGeometry& layer : facts.geometry) {
     const Result<double> bits = CodecBitsPerElement(plan.cache.codec, layer.head_dim_k, layer.head_dim_v);
     if (!bits) return Refuse(bits.error(), "--codec");
   }
   plan.cache.rope = facts.rope;
-  const Rules& rules = plan.cache.rules == nullptr ? *DefaultRules() : *plan.cache.rules;
   for (const EvictWindow& window : rules.windows) {
     if (!window.keep) continue;
     KVCELL_FAIL_IF_ERROR(CheckStoreKnown(options));
@@ -120,8 +137,7 @@ Result<Engine> OpenEngine(const Options& options) {
   Result<EnginePlan> plan = PlanEngine(options, *facts);
   if (!plan) return Fail(plan.error());
   const Rules& rules = plan->cache.rules == nullptr ? *DefaultRules() : *plan->cache.rules;
-  int64_t reach = plan->context;  // tokens that a query sees at most
-  if (!rules.windows.empty()) reach = std::min(reach, rules.windows.front().tokens + 2 * kBlockTokens);
+  const int64_t reach = std::min(plan->context, Reach(rules, facts->geometry));
   if (!options.quiet) {
     for (const RuleMessage& warning : rules.warnings) {
       PrintWarning(fmt::format("{}{}: {}", rules.name, warning.line > 0 ? fmt::format(":{}", warning.line) : "",

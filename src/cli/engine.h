@@ -23,6 +23,8 @@ struct Engine {
 
 // Most rows per step: prompts are fed in chunks of this many tokens.
 inline constexpr int32_t kChunkTokens = 512;
+// Context where nothing is asked for and the rules' windows never let the model see more than it was trained for.
+inline constexpr int64_t kEndlessContext = int64_t{1} << 20;
 
 Result<Engine> OpenEngine(const Options& options);
 

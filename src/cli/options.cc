@@ -196,7 +196,7 @@ const std::vector<OptionSpec>& Table() {
       {.name = "ctx",
        .flags = "--ctx",
        .type = "N",
-       .shown_default = "what the model was trained for",
+       .shown_default = "what the model was trained for; 1,048,576 where the rules' windows never let it see that much",
        .help = "most tokens of prompt and answers together; more takes more KV memory as it fills",
        .set = [](const std::string& t, Options* o) { return SetInteger(t, 1, kMaxContext, &o->ctx); }},
       {.name = "threads",

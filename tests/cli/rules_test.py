@@ -93,6 +93,12 @@ class Files(RulesTest):
 
 
 class Runs(RulesTest):
+    def test_windows_for_all_layers_leave_the_context_open(self):
+        little = ["run", "-m", MODEL, "-p", "x", "--ram-budget", "1KiB", "--store", self.store]
+        self.refused(*little, code=2, words=["8,192 tokens"])
+        self.refused(*little, "--profile", "edge", code=2, words=["1,048,576 tokens"])
+        self.refused(*little, "--profile", "edge", "--ctx", 500, code=2, words=["500 tokens"])
+
     def test_the_documented_long_form_runs_a_model(self):
         report = self.run_json("-p", TEXT, "--raw", "-n", 8, "--rules", self.write(ISSUE_FILE))
         self.assertEqual(report["generated_tokens"], 8)
