@@ -98,7 +98,8 @@ MappedFile::~MappedFile() {
 }
 
 bool MappedFile::lost() const {
-  std::atomic_thread_fence(std::memory_order_acquire);  // behind the reads that the caller asks about
+  // Behind the reads that the caller asks about: the handler ran in their thread, before what follows them.
+  std::atomic_signal_fence(std::memory_order_seq_cst);
   return ranges[slot_].lost.load(std::memory_order_seq_cst);
 }
 

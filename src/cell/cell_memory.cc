@@ -649,6 +649,8 @@ Status CellMemory::Persist(std::span<Block* const> blocks) {
     }
   }
   if (moved > 0 || !any_in_ram) return OkStatus();
+  if (std::ranges::any_of(blocks, [](const Block* block) { return block->pinned; }))
+    return Status(StatusCode::kInvalidArgument, "these cells are pinned in RAM; unpin them first");
   return Status(StatusCode::kInvalidArgument,
                 fmt::format("the rules `{}` let none of these cells leave RAM", rules_->name));
 }
@@ -695,7 +697,8 @@ size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, b
       });
     }
   }
-  // In file order and by one thread: the system then reads ahead by itself, which costs half of what asking for it does.
+  // In file order and by one thread: the system then reads ahead by itself, which costs half of what asking for it
+  // does.
   for (const auto& [layer_at, run_at] : Runs(group)) {
     const LayerCells& layer = *layer_at;
     const HeadRun& run = *run_at;

@@ -8,11 +8,13 @@
 #include <array>
 #include <cerrno>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <functional>
 #include <limits>
 #include <sstream>
 #include <utility>
+#include <vector>
 
 #include "cell/rules_file.h"
 
@@ -57,8 +59,11 @@ class Parser {
 
   RulesCheck Run(std::string_view text) {
     try {
-      const YAML::Node root = YAML::Load(std::string(text));
-      if (root.IsNull()) {
+      const std::vector<YAML::Node> documents = YAML::LoadAll(std::string(text));
+      const YAML::Node root = documents.empty() ? YAML::Node() : documents.front();
+      if (documents.size() > 1) {
+        Error(LineOf(documents[1]), "a second document begins here; rules are one, so take the `---` before it out");
+      } else if (root.IsNull()) {
         Error(1, "the file is empty; `kvcell rules show balanced` prints one to start from");
       } else if (!root.IsMap()) {
         Error(LineOf(root), "expected names such as `rules:` at the top");
@@ -767,12 +772,15 @@ Result<std::shared_ptr<const Rules>> ParseRules(std::string_view text, const std
 
 Result<std::shared_ptr<const Rules>> LoadRules(const std::string& path) {
   std::ifstream file(path, std::ios::binary);
+  const int error = errno;
   std::stringstream text;
-  if (!file || !(text << file.rdbuf())) {
-    const int error = errno;
+  if (!file) {
     return Fail(error == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
-                fmt::format("{}: the rule file can't be read: {}", path,
-                            error == 0 ? "it is empty or no file" : std::strerror(error)));
+                fmt::format("{}: the rule file can't be read: {}", path, std::strerror(error)));
+  }
+  std::error_code ignored;
+  if (!(text << file.rdbuf()) && std::filesystem::is_directory(path, ignored)) {  // an empty file is told by its parser
+    return Fail(StatusCode::kIoError, fmt::format("{}: the rule file can't be read: it is a directory", path));
   }
   return ParseRules(text.str(), path);
 }

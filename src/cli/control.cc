@@ -339,7 +339,13 @@ Json Control::Do(const Json& request) {
   }
   if (command == "persist") return done(cache.Persist(target_.sequence));
   if (command == "evict") {
-    return done(cache.Evict(target_.sequence, request.value("begin", int64_t{0}), request.value("end", int64_t{0})));
+    const auto begin = request.value("begin", int64_t{0}), end = request.value("end", int64_t{0});
+    if (begin < 0 || end <= begin) {
+      return ErrorJson(Status(
+          StatusCode::kInvalidArgument,
+          fmt::format("evict takes tokens [begin, end) with 0 <= begin < end, not --begin {} --end {}", begin, end)));
+    }
+    return done(cache.Evict(target_.sequence, begin, end));
   }
   if (command == "reload") return done(Reload());
   return ErrorJson(
@@ -372,14 +378,19 @@ void Control::ReloadIfAsked() {
 Status Control::StartSampling(const std::string& path, double every_s) {
   std::FILE* file = std::fopen(path.c_str(), "w");
   if (file == nullptr) return SocketStatus("the resource curve can't be written", path);
+  Print(file,
+        "seconds,host_total,host_available,cgroup_limit,cgroup_used,process_resident,process_anonymous,gpu_total,"
+        "gpu_used,kv_ram,kv_active,kv_quantized,kv_persisted,kv_recovering,tokens,misses,pressure\n");
+  if (std::fflush(file) != 0) {
+    Status status = SocketStatus("the resource curve can't be written", path);
+    std::fclose(file);
+    return status;
+  }
   sampler_ = std::thread([this, file, every_s] { Sample(file, every_s); });
   return OkStatus();
 }
 
 void Control::Sample(std::FILE* file, double every_s) {
-  Print(file,
-        "seconds,host_total,host_available,cgroup_limit,cgroup_used,process_resident,process_anonymous,gpu_total,"
-        "gpu_used,kv_ram,kv_active,kv_quantized,kv_persisted,kv_recovering,tokens,misses,pressure\n");
   const auto start = std::chrono::steady_clock::now();
   for (int64_t i = 0;; ++i) {
     const auto host = ProbeSystemMemory();

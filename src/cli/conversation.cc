@@ -231,9 +231,9 @@ Status Conversation::ComputeAgain(std::span<const Token> tokens, bool want_logit
   const Result<int64_t> from = cache.CutToSound(sequence_, &what);
   if (!from) return from.error();
   if (lock.owns_lock()) lock.unlock();
-  if (hooks.on_damage && *from < static_cast<int64_t>(all.size())) {
-    hooks.on_damage(fmt::format("{}; tokens {}..{} are computed again", what, FormatCount(*from),
-                                FormatCount(static_cast<int64_t>(all.size()) - 1)));
+  if (hooks.on_trouble && *from < static_cast<int64_t>(all.size())) {
+    hooks.on_trouble(fmt::format("{}; tokens {}..{} are computed again", what, FormatCount(*from),
+                                 FormatCount(static_cast<int64_t>(all.size()) - 1)));
   }
   all.insert(all.end(), tokens.begin(), tokens.end());
   const auto chunk_limit = static_cast<size_t>(cache.options().max_step_tokens);
@@ -343,7 +343,7 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
     if (static_cast<int64_t>(answer.tokens.size()) == max_tokens && !keeps) break;
     if (const Status status = Step({&token, 1}, true, hooks); !status.ok()) return Fail(status);
     ++answer.decode_steps;
-    if (keeps) SaveAlong();
+    if (keeps) SaveAlong(hooks);
     stopped = hooks.should_stop && hooks.should_stop();
   }
   show(stream.Flush());
@@ -351,15 +351,20 @@ Result<Answer> Conversation::Generate(int64_t max_tokens, const AnswerHooks& hoo
   return answer;
 }
 
-void Conversation::SaveAlong() {
+void Conversation::SaveAlong(const AnswerHooks& hooks) {
   if (save_every_ == 0 || Length() - saved_length_ < save_every_) return;
   std::unique_lock<std::mutex> lock;
   if (engine_->control != nullptr) lock = engine_->control->Step();
   const Status status = engine_->cache->BeginSave(sequence_, session_, logits_, WriteExtras(), durability_);
   if (status.ok()) {
+    if (engine_->control != nullptr) engine_->control->NoteSaved(saved_length_);  // the one before has ended
     saved_length_ = Length();
   } else if (status.code() != StatusCode::kBusy) {
-    save_every_ = 0;  // the save at the end tells what is wrong
+    save_every_ = 0;
+    if (hooks.on_trouble) {
+      hooks.on_trouble(
+          fmt::format("the session could not be saved, which is tried again at the end only: {}", status.message()));
+    }
   }
 }
 

@@ -36,7 +36,7 @@ struct AnswerHooks {
   std::function<void(std::string_view)> on_text;            // whole UTF-8 characters
   std::function<void(int64_t done, int64_t total)> on_fed;  // tokens of the prompt
   std::function<bool()> should_stop;                        // asked after every step
-  std::function<void(std::string_view)> on_damage;          // stored cells that are being computed again, and why
+  std::function<void(std::string_view)> on_trouble;         // what went wrong while the answer goes on all the same
 };
 
 enum class AnswerEnd : uint8_t { kEnded, kTokenLimit, kContextFull, kStopped };
@@ -104,7 +104,7 @@ class Conversation {
   Status BeginWithPrefix();
   Status Feed(const AnswerHooks& hooks, bool* stopped);
   // Begins a save beside the work where the answer has grown enough since the last one.
-  void SaveAlong();
+  void SaveAlong(const AnswerHooks& hooks);
   // One step. Stored cells that are found damaged are computed again, with all behind them, and the step with them.
   Status Step(std::span<const Token> tokens, bool want_logits, const AnswerHooks& hooks);
   Status StepOnce(std::span<const Token> tokens, bool want_logits);

@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -204,7 +206,7 @@ Status WriteObservations(const Options& options, const Engine& engine, int64_t t
   const auto write = [](const std::string& path, const std::string& text) {
     std::FILE* file = std::fopen(path.c_str(), "wb");
     if (file == nullptr || std::fwrite(text.data(), 1, text.size(), file) != text.size() || std::fclose(file) != 0) {
-      return Status(StatusCode::kIoError, fmt::format("{}: it can't be written", path));
+      return Status(StatusCode::kIoError, fmt::format("{}: it can't be written: {}", path, std::strerror(errno)));
     }
     return OkStatus();
   };

@@ -391,7 +391,7 @@ const std::vector<OptionSpec>& Table() {
        .type = "N",
        .shown_default = "256",
        .help = "saves the session while an answer is made, each time that it has grown by so many tokens, beside the "
-               "work; what is lost with a process that is killed is at most that; 0: at the end only",
+               "work: a process that is killed loses about that much; 0: at the end only",
        .set = [](const std::string& t,
                  Options* o) { return SetInteger(t, 0, std::numeric_limits<int64_t>::max(), &o->save_every); }},
       {.name = "samples",

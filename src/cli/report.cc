@@ -125,7 +125,7 @@ AnswerHooks TerminalHooks(Progress* progress, bool prints, bool quiet) {
     };
   }
   if (!quiet) {
-    hooks.on_damage = [progress](std::string_view what) {
+    hooks.on_trouble = [progress](std::string_view what) {
       progress->Clear();
       PrintWarning(what);
     };

@@ -82,18 +82,19 @@ int RunCommand(const Options& options, SamplerGiven sampler_given) {
   if (!answer) return Failed(answer.error());
   if (!options.json) Print(stdout, "\n");
   std::fflush(stdout);
-  if (const Status saved = conversation.Save(); !saved.ok()) {
-    // Without a session nobody asked for anything to be kept: the answer is there.
-    if (!options.session.empty()) return Failed(saved);
-    if (!options.quiet) PrintWarning(fmt::format("nothing is kept for prompts that begin alike: {}", saved.message()));
+  // Whatever fails from here on, the answer is there and is told.
+  Status trouble = conversation.Save();
+  if (!trouble.ok() && options.session.empty()) {  // nobody asked for anything to be kept
+    if (!options.quiet)
+      PrintWarning(fmt::format("nothing is kept for prompts that begin alike: {}", trouble.message()));
+    trouble = OkStatus();
   }
-
-  if (const Status written = WriteObservations(options, *engine, engine->control->tokens()); !written.ok())
-    return Failed(written);
-
+  const Status observed = WriteObservations(options, *engine, engine->control->tokens());
+  if (trouble.ok()) trouble = observed;
   const Json report = AnswerReport(*engine, conversation, *answer);
   if (!options.report.empty()) {
-    if (const Status written = WriteJsonFile(options.report, report); !written.ok()) return Failed(written);
+    const Status written = WriteJsonFile(options.report, report);
+    if (trouble.ok()) trouble = written;
   }
   if (options.json) {
     PrintJson(report);
@@ -102,6 +103,7 @@ int RunCommand(const Options& options, SamplerGiven sampler_given) {
     PrintAnswerTable(*engine, conversation, *answer);
   }
   TellEnd(options, conversation, *answer, engine->context);
+  if (!trouble.ok()) return Failed(trouble);
   return answer->end == AnswerEnd::kStopped && InterruptSignal() != 0 ? 128 + InterruptSignal() : 0;
 }
 

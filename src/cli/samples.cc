@@ -118,10 +118,11 @@ int SamplesCommand(const Options& options, const std::string& prompt) {
   const std::vector<Answer> answers = AnswersOf(*engine, result, start, first == 0.0 ? end : first, end);
   int64_t n_computed = result.fed_tokens;
   for (const Answer& answer : answers) n_computed += answer.decode_steps;
-  if (const Status written = WriteObservations(options, *engine, n_computed); !written.ok()) return Failed(written);
+  Status trouble = WriteObservations(options, *engine, n_computed);  // the answers are there all the same
   const Json report = SamplesReport(*engine, stats, result.reused, answers);
   if (!options.report.empty()) {
-    if (const Status written = WriteJsonFile(options.report, report); !written.ok()) return Failed(written);
+    const Status written = WriteJsonFile(options.report, report);
+    if (trouble.ok()) trouble = written;
   }
   if (options.json) {
     PrintJson(report);
@@ -136,6 +137,7 @@ int SamplesCommand(const Options& options, const std::string& prompt) {
       PrintSamplesTable(*engine, stats, result.reused, answers);
     }
   }
+  if (!trouble.ok()) return Failed(trouble);
   return InterruptSignal() != 0 ? 128 + InterruptSignal() : 0;
 }
 

@@ -1,5 +1,7 @@
 #include "lab/stream.h"
 
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <chrono>
 #include <cmath>
@@ -67,6 +69,14 @@ Result<StreamResult> MeasureStream(const StreamOptions& options) {
   const int64_t n_blocks = options.tokens / kBlockTokens;
   const int64_t window_blocks = (result.window + kBlockTokens - 1) / kBlockTokens;
   const int64_t sinks = (*stream)->options().sinks;
+  const int64_t first_scored = (window_blocks + 1 + options.every) / options.every * options.every;
+  if (n_blocks <= first_scored) {
+    return Fail(
+        StatusCode::kInvalidArgument,
+        fmt::format("{} tokens are too few to compare with recomputing: behind the window of {} the first block "
+                    "that counts ends at {}; give more, or a smaller --every",
+                    options.tokens, result.window, (first_scored + 1) * kBlockTokens));
+  }
   double loss_stream = 0, loss_fresh = 0, part_seconds = 0;
   std::vector<double> excess;  // loss per token that the stream has over recomputing, of each block
   int64_t part_tokens = 0;

@@ -438,6 +438,17 @@ class Resume(CliTest):
         tokens = self.json("sessions", "show", "s", "--store", self.store)["tokens"]
         self.assertEqual(self.run_json("--session", "s", "-n", 1)["reused_tokens"], tokens)
 
+    def test_an_answer_that_can_not_be_saved_is_there_all_the_same(self):
+        answer = ["run", "-m", MODEL, "--raw", "-p", TEXT * 4, "-n", "40", "--ignore-eos", "--store", self.store, "--json"]
+        for extra, names, alone in ((["--session", "s", "--disk-cap", "1MiB", "--save-every", "8"], "cap", False),
+                                    (["--metrics", self.home / "none" / "x"], "none/x: it can't be written: No such file", True)):
+            done = self.call(*answer, *extra)
+            self.assertEqual(done.returncode, 1)
+            self.assertEqual(len(json.loads(done.stdout)["tokens"]), 40)
+            self.assertIn(names, done.stderr)
+            if not alone:  # the first save that fails is told when it does
+                self.assertIn("tried again at the end", done.stderr)
+
     def test_what_was_saved_along_survives_a_kill(self):
         answer = ["--raw", "-p", TEXT, "-n", "100000", "--ctx", "8000", "--ignore-eos"]
         with subprocess.Popen([KVCELL, "run", "-m", MODEL, "--store", self.store, *answer, "--session", "s", "--save-every", "32"],

@@ -93,6 +93,20 @@ class Files(RulesTest):
 
 
 class Runs(RulesTest):
+    def test_empty_files_and_second_documents_are_told(self):
+        path = self.home / "rules.yaml"
+        for text, word in (("", "empty"), ("codec: i4\n---\nbogus: 1\n", ":3: a second document")):
+            path.write_text(text)
+            self.refused("run", "-m", MODEL, "-p", "x", "--rules", path, code=2, words=["rules.yaml", word])
+        self.refused("run", "-m", MODEL, "-p", "x", "--rules", self.home, code=1, words=["directory"])
+        self.refused("run", "-m", MODEL, "-p", "x", "-n", 1, "--store", self.store, "--curve", "/dev/full", code=1,
+                     words=["/dev/full", "space"])
+
+    def test_a_stream_too_short_to_score_is_refused(self):
+        text = self.home / "t.txt"
+        text.write_text("A few words. " * 40)
+        self.refused("lab", "stream", "-m", MODEL, "-f", text, "--profile", "edge", "--context", 1000, code=2, words=["window", "2624"])
+
     def test_windows_for_all_layers_leave_the_context_open(self):
         little = ["run", "-m", MODEL, "-p", "x", "--ram-budget", "1KiB", "--store", self.store]
         self.refused(*little, code=2, words=["8,192 tokens"])
@@ -142,7 +156,7 @@ class Steering(RulesTest):
         self.assertEqual(os.stat(socket.parent).st_mode & 0o777, 0o700)
         self.assertIn("tokens/s", self.call("top", "--once").stdout)
         self.assertEqual(self.call("ctl", "pin").returncode, 0)
-        self.refused("ctl", "persist", code=2, words=["let none of these cells leave"])
+        self.refused("ctl", "persist", code=2, words=["pinned", "unpin"])
         found = self.json("doctor", "--pid", process.pid)["findings"]
         self.assertIn("invisible", [f["trouble"] for f in found], "nothing has been saved yet")
         self.assertEqual(self.call("ctl", "unpin").returncode, 0)
@@ -150,6 +164,7 @@ class Steering(RulesTest):
         stats = self.json("ctl", "stats")
         self.assertGreater(stats["cells"]["PERSISTED"], 0)
         self.assertEqual(self.call("ctl", "evict", "--end", "64").returncode, 0)
+        self.refused("ctl", "evict", "--begin", 64, "--end", 10, code=2, words=["begin < end"])
         cells = self.json("ctl", "cells")["cells"]
         self.assertTrue(all(c["state"] == "EVICTED" for c in cells if c["token_end"] <= 64))
         self.assertIn("kvcell_misses_total", self.call("ctl", "metrics").stdout)
