@@ -959,8 +959,11 @@ class BadInput(CliTest):
         store = str(mount / "store")
         self.json("run", "-m", MODEL, "--store", store, "--session", "small", "--raw", "-p", "One two three", "-n", 2)
         before = self.json("sessions", "ls", "--store", store)["sessions"]
-        self.refused("run", "-m", MODEL, "--store", store, "--session", "large", "--raw", "-p", TEXT * 12, "-n", "1", "--quiet",
-                     "--json", code=1, words=["space"])
+        full = self.call("run", "-m", MODEL, "--store", store, "--session", "large", "--raw", "-p", TEXT * 12, "-n", "1", "--quiet",
+                         "--json")
+        self.assertEqual((full.returncode, len(json.loads(full.stdout)["tokens"])), (1, 1), "the answer is there")
+        self.assertIn("space", full.stderr)
+        self.assertEqual(len(full.stderr.splitlines()), 1)
         after = self.json("sessions", "ls", "--store", store)["sessions"]
         self.assertEqual(before, after)
         self.assertEqual(self.json("store", "verify", "--store", store)["damaged"], [])
