@@ -38,7 +38,7 @@ struct Options {
   bool raw = false;
   bool ignore_eos = false;
   int64_t save_every = 256;  // tokens; 0: at the end only
-  int64_t ctx = 0;  // 0: what the model was trained for
+  int64_t ctx = 0;           // 0: what the model was trained for
   int32_t threads = 0;
   std::string codec = "i4";
   std::string rules;         // file; "": none
