@@ -24,6 +24,15 @@ CacheOptions StoredOptions(const std::string& store, const std::string& codec = 
   return options;
 }
 
+// For few sequences and short steps, so that a small budget holds them.
+CacheOptions SmallOptions(const std::string& store, int32_t max_sequences) {
+  auto options = StoredOptions(store);
+  options.max_sequences = max_sequences;
+  options.max_threads = 1;
+  options.max_step_tokens = 64;
+  return options;
+}
+
 std::vector<std::vector<float>> ColdRows(CacheOptions options, std::span<const Token> tokens) {
   options.store.clear();
   options.ram_budget = 0;
@@ -82,10 +91,7 @@ TEST(Session, ASaveBesideStepsStoresTheMomentItBegan) {
   const auto tokens = MadeTokens(700);
   for (const uint64_t room : {uint64_t{0}, uint64_t{256} << 10}) {  // all in RAM; most of it attended from the file
     TempDir dir;
-    auto options = StoredOptions(dir.path());
-    options.max_sequences = 2;
-    options.max_threads = 1;
-    options.max_step_tokens = 64;
+    auto options = SmallOptions(dir.path(), 2);
     const auto alone = ColdRows(options, tokens);
     if (room > 0) options.ram_budget = PlanMemory(options, 700, 1)->minimum + room;
     {
@@ -122,10 +128,7 @@ TEST(Session, ASaveBesideStepsStoresTheMomentItBegan) {
 // been finished.
 TEST(Session, ASaveBesideStepsSharesWhatTheStoreHas) {
   TempDir dir;
-  auto options = StoredOptions(dir.path());
-  options.max_sequences = 2;
-  options.max_threads = 1;
-  options.max_step_tokens = 64;
+  auto options = SmallOptions(dir.path(), 2);
   const auto tokens = MadeTokens(3000);
   const auto alone = ColdRows(options, tokens);
   SaveSession(options, "first", std::span(tokens).first(2560));
@@ -199,10 +202,7 @@ TEST(Session, SavedAgainAndAgainItAppendsOnlyWhatIsNew) {
 
 TEST(Session, BeyondTheBudgetCellsAreAttendedFromTheFile) {
   TempDir dir;
-  auto options = StoredOptions(dir.path());
-  options.max_sequences = 1;
-  options.max_threads = 1;
-  options.max_step_tokens = 64;
+  auto options = SmallOptions(dir.path(), 1);
   const auto tokens = MadeTokens(6000);
   const auto alone = ColdRows(options, tokens);
   options.ram_budget = PlanMemory(options, 6000, 1)->minimum + (512 << 10);
