@@ -45,7 +45,7 @@ part_fuzz() {
     local seeds=("$corpus")
     [ -d "fuzz/corpus/${name%_fuzz}" ] && seeds+=("fuzz/corpus/${name%_fuzz}")
     say "fuzz: $name, $FUZZ_SECONDS s"
-    "build/fuzz/fuzz/$name" -max_total_time="$FUZZ_SECONDS" -print_final_stats=1 -artifact_prefix=build/fuzz/ "${seeds[@]}" \
+    "build/fuzz/fuzz/$name" -max_total_time="$FUZZ_SECONDS" -timeout=20 -print_final_stats=1 -artifact_prefix=build/fuzz/ "${seeds[@]}" \
       >"$LOGS/$name.log" 2>&1 || { tail -n 30 "$LOGS/$name.log" >&2; status=1; }
     grep -E '^stat::number_of_executed_units' "$LOGS/$name.log" >&2 || true
   done

@@ -2,7 +2,6 @@
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
-#include <yaml-cpp/yaml.h>
 
 #include <algorithm>
 #include <array>
@@ -17,6 +16,7 @@
 #include <vector>
 
 #include "cell/rules_file.h"
+#include "cell/yaml_document.h"
 
 namespace kvcell {
 namespace {
@@ -59,11 +59,14 @@ class Parser {
 
   RulesCheck Run(std::string_view text) {
     try {
-      const std::vector<YAML::Node> documents = YAML::LoadAll(std::string(text));
-      const YAML::Node root = documents.empty() ? YAML::Node() : documents.front();
-      if (documents.size() > 1) {
-        Error(LineOf(documents[1]), "a second document begins here; rules are one, so take the `---` before it out");
-      } else if (root.IsNull()) {
+      // A reload reads the file between two steps.
+      if (text.size() > kMostBytes) {
+        Error(1, fmt::format("the file has {} bytes and rules at most {}; is it the right file?", text.size(),
+                             kMostBytes));
+        return std::move(check_);
+      }
+      const YAML::Node root = LoadYamlDocument(std::string(text));
+      if (root.IsNull()) {
         Error(1, "the file is empty; `kvcell rules show balanced` prints one to start from");
       } else if (!root.IsMap()) {
         Error(LineOf(root), "expected names such as `rules:` at the top");
@@ -86,6 +89,7 @@ class Parser {
 
  private:
   using Field = std::pair<std::string_view, std::function<void(const YAML::Node&)>>;
+  static constexpr size_t kMostBytes = size_t{1} << 20;
 
   void Error(int line, std::string message) { check_.errors.push_back({line, std::move(message)}); }
   void Warn(int line, std::string message) { check_.warnings.push_back({line, std::move(message)}); }

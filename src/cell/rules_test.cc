@@ -161,6 +161,11 @@ TEST(Rules, AllErrorsOfAFileAreFound) {
       4u);
 }
 
+TEST(Rules, AFileFarTooLongIsRefusedBeforeItIsParsed) {
+  EXPECT_THAT(ErrorOf("codec: i4\n" + std::string(1 << 20, '#')), HasSubstr("1048586 bytes"));
+  EXPECT_EQ(ErrorOf("codec: i4\n" + std::string((1 << 20) - 10, '#')), "");
+}
+
 TEST(Rules, OddRulesAreWarnings) {
   const auto rules = Parsed(R"(rules:
   - {event: MEMORY_PRESSURE, from: QUANTIZED, to: PERSISTED}

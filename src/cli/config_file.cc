@@ -1,7 +1,6 @@
 #include "cli/config_file.h"
 
 #include <fmt/format.h>
-#include <yaml-cpp/yaml.h>
 
 #include <algorithm>
 #include <cerrno>
@@ -9,6 +8,8 @@
 #include <fstream>
 #include <sstream>
 #include <utility>
+
+#include "cell/yaml_document.h"
 
 namespace kvcell::cli {
 namespace {
@@ -45,7 +46,7 @@ Result<std::vector<ConfigEntry>> ReadConfigFile(const std::string& path) {
   }
   std::vector<ConfigEntry> entries;
   try {
-    const YAML::Node root = YAML::Load(text.str());
+    const YAML::Node root = LoadYamlDocument(text.str());
     if (root.IsNull()) return entries;
     if (!root.IsMap()) {
       return Fail(StatusCode::kInvalidArgument, fmt::format("{}:1: expected lines such as `ram-budget: 1GiB`", path));

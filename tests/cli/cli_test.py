@@ -197,6 +197,8 @@ class Config(CliTest):
         self.refused("config", "show", "--config", path, code=2, words=[f"{path}:2", "codek"])
         path = self.file("threads: none\n")
         self.refused("config", "show", "--config", path, code=2, words=[f"{path}:1", "threads"])
+        path = self.file("codec: i8\n---\nthreads: 2\n")
+        self.refused("config", "show", "--config", path, code=2, words=[f"{path}:2", "second document"])
         path = self.file("threads: [1, 2\n")
         self.refused("config", "show", "--config", path, code=2, words=[str(path)])
         self.refused("config", "show", "--config", self.home / "nope", code=1, words=["nope"])

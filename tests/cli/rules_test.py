@@ -95,7 +95,7 @@ class Files(RulesTest):
 class Runs(RulesTest):
     def test_empty_files_and_second_documents_are_told(self):
         path = self.home / "rules.yaml"
-        for text, word in (("", "empty"), ("codec: i4\n---\nbogus: 1\n", ":3: a second document")):
+        for text, word in (("", "empty"), ("codec: i4\n---\nbogus: 1\n", ":2: a second document"), (",codec: i4\n", ":1: a second document")):
             path.write_text(text)
             self.refused("run", "-m", MODEL, "-p", "x", "--rules", path, code=2, words=["rules.yaml", word])
         self.refused("run", "-m", MODEL, "-p", "x", "--rules", self.home, code=1, words=["directory"])
