@@ -152,12 +152,11 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   MemoryPlan plan;
   plan.exact = shape.fixed_bytes;
   plan.scratch = ScratchBytes(*map, options);
-  plan.coded =
-      CodedBytes(*map, shape.chunk_target, sequences * n_blocks, sequences * std::min(n_blocks, window_blocks));
+  plan.coded = CodedBytes(*map, shape.coded_chunk, sequences * n_blocks, sequences * std::min(n_blocks, window_blocks));
   if (IsElastic(*options.rules)) {  // at most: cells that nothing has asked to be coded
     for (const CellMap::PoolUse& pool : map->exact_pools) {
       plan.exact +=
-          BytesForSlots(MakeChunkShape(pool.slot_bytes, shape.chunk_target), sequences * n_blocks * pool.slots());
+          BytesForSlots(MakeChunkShape(pool.slot_bytes, shape.exact_chunk), sequences * n_blocks * pool.slots());
     }
   }
   plan.cells = sequences * CellBytes(*map, *options.rules, context, options.recent_blocks);

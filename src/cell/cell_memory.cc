@@ -16,10 +16,11 @@ namespace {
 
 constexpr uint64_t kHugeChunk = uint64_t{2} << 20;
 constexpr uint64_t kSmallChunk = uint64_t{128} << 10;
-// From this budget on chunks are whole huge pages: fewer TLB misses in attention, at most one chunk per pool unused.
-constexpr uint64_t kHugeChunkBudget = uint64_t{256} << 20;
-
-constexpr uint64_t kReadBufferBytes = uint64_t{4} << 20;
+// Chunks that are whole huge pages cost fewer page faults when cells come and fewer TLB misses when they are attended,
+// and at most one of them a pool lies unused. Coded cells get them from this budget a pool on, so that a 24th of it is
+// lost at most; exact cells and sinks, of which there are few, from the other one on.
+constexpr uint64_t kHugeCodedBudget = uint64_t{48} << 20;
+constexpr uint64_t kHugeExactBudget = uint64_t{256} << 20;
 
 uint64_t PoolBytes(const std::vector<CellMap::PoolUse>& pools, uint64_t chunk_target, uint64_t n_blocks) {
   uint64_t bytes = 0;
@@ -29,32 +30,28 @@ uint64_t PoolBytes(const std::vector<CellMap::PoolUse>& pools, uint64_t chunk_ta
   return bytes;
 }
 
-// Two places are side by side when one read can take both.
-bool Follows(const BlockPlace& a, const BlockPlace& b) {
-  return a.segment == b.segment && a.offset == b.offset && a.index + 1 == b.index;
-}
-
 }  // namespace
 
 MemoryShape MakeMemoryShape(const CellMap& map, uint64_t budget, int32_t max_sequences, int32_t recent_blocks,
                             int32_t max_step_tokens, int32_t prefix_roots, bool elastic) {
   MemoryShape shape;
-  shape.chunk_target = budget >= kHugeChunkBudget ? kHugeChunk : kSmallChunk;
+  shape.coded_chunk = budget / kHugeCodedBudget >= map.coded_pools.size() ? kHugeChunk : kSmallChunk;
+  shape.exact_chunk = budget >= kHugeExactBudget ? kHugeChunk : kSmallChunk;
   // A step holds the open block it began with and the one it ends with, and replicas on both sides while it lasts.
   const auto sequences = static_cast<uint64_t>(max_sequences);
   shape.exact_blocks = sequences * (2 * static_cast<uint64_t>(recent_blocks) + 2);
   shape.sink_blocks = sequences + static_cast<uint64_t>(prefix_roots);
-  shape.fixed_bytes = PoolBytes(map.exact_pools, shape.chunk_target, shape.exact_blocks) +
-                      PoolBytes(map.sink_pools, shape.chunk_target, shape.sink_blocks);
+  shape.fixed_bytes = PoolBytes(map.exact_pools, shape.exact_chunk, shape.exact_blocks) +
+                      PoolBytes(map.sink_pools, shape.exact_chunk, shape.sink_blocks);
   int32_t window = 0;
   for (const LayerCells& layer : map.layers) window = std::max(window, layer.geometry.window);
   const auto step_blocks = static_cast<uint64_t>(max_step_tokens / kBlockTokens + 1);
   const uint64_t window_blocks = sequences * ((static_cast<uint64_t>(window) + kBlockTokens - 1) / kBlockTokens + 1);
   shape.minimum_coded =
-      CodedBytes(map, shape.chunk_target, step_blocks + 1, step_blocks + (window > 0 ? window_blocks : 0));
+      CodedBytes(map, shape.coded_chunk, step_blocks + 1, step_blocks + (window > 0 ? window_blocks : 0));
   if (elastic) {  // a step's blocks exactly, and the coded cells that they become when the next step needs the room
-    shape.minimum_coded += PoolBytes(map.exact_pools, shape.chunk_target, step_blocks + kCodeBatch) +
-                           CodedBytes(map, shape.chunk_target, kCodeBatch, kCodeBatch);
+    shape.minimum_coded += PoolBytes(map.exact_pools, shape.exact_chunk, step_blocks + kCodeBatch) +
+                           CodedBytes(map, shape.coded_chunk, kCodeBatch, kCodeBatch);
   }
   return shape;
 }
@@ -71,18 +68,18 @@ uint64_t CodedBytes(const CellMap& map, uint64_t chunk_target, uint64_t n_blocks
 
 Result<std::unique_ptr<CellMemory>> CellMemory::Create(CellMap map, const Options& options) {
   std::unique_ptr<CellMemory> memory(new CellMemory(std::move(map), options));
-  const auto make = [&](const std::vector<CellMap::PoolUse>& uses,
+  const auto make = [&](const std::vector<CellMap::PoolUse>& uses, uint64_t chunk_target,
                         std::vector<std::unique_ptr<SlotPool>>* pools) -> Status {
     for (const CellMap::PoolUse& use : uses) {
-      auto pool = SlotPool::Create(use.slot_bytes, options.shape.chunk_target, options.budget);
+      auto pool = SlotPool::Create(use.slot_bytes, chunk_target, options.budget);
       if (!pool) return pool.error();
       pools->push_back(std::move(*pool));
     }
     return OkStatus();
   };
-  KVCELL_FAIL_IF_ERROR(make(memory->map_.coded_pools, &memory->coded_));
-  KVCELL_FAIL_IF_ERROR(make(memory->map_.exact_pools, &memory->exact_));
-  KVCELL_FAIL_IF_ERROR(make(memory->map_.sink_pools, &memory->sinks_));
+  KVCELL_FAIL_IF_ERROR(make(memory->map_.coded_pools, options.shape.coded_chunk, &memory->coded_));
+  KVCELL_FAIL_IF_ERROR(make(memory->map_.exact_pools, options.shape.exact_chunk, &memory->exact_));
+  KVCELL_FAIL_IF_ERROR(make(memory->map_.sink_pools, options.shape.exact_chunk, &memory->sinks_));
   for (size_t i = 0; i < memory->exact_.size(); ++i) {
     memory->exact_[i]->SetAside(options.shape.exact_blocks * memory->map_.exact_pools[i].slots());
   }
@@ -655,126 +652,6 @@ Status CellMemory::Persist(std::span<Block* const> blocks) {
                 fmt::format("the rules `{}` let none of these cells leave RAM", rules_->name));
 }
 
-CellMemory::Recovered CellMemory::Recover(std::span<Block* const> blocks, CellGroup group, bool keep) {
-  Recovered result;
-  while (result.n_sound < blocks.size()) {
-    const size_t begin = result.n_sound;
-    if (!blocks[begin]->places[group]) {
-      result.damage = Status(StatusCode::kCorruption,
-                             fmt::format("the cells at position {} are not in the store", blocks[begin]->position));
-      return result;
-    }
-    uint64_t widest = 1;
-    for (const auto& layer : map_.shapes[group].layers) {
-      widest = std::max<uint64_t>(widest, uint64_t{layer.n_cells} * layer.cell_bytes);
-    }
-    const size_t most = std::max<size_t>(1, kReadBufferBytes / widest);
-    size_t end = begin + 1;
-    while (end < blocks.size() && end - begin < most && blocks[end]->places[group] &&
-           Follows(*blocks[end - 1]->places[group], *blocks[end]->places[group])) {
-      ++end;
-    }
-    const size_t sound = RecoverRun(blocks.subspan(begin, end - begin), group, keep, &result.damage);
-    result.n_sound += sound;
-    if (sound < end - begin) return result;
-  }
-  return result;
-}
-
-size_t CellMemory::RecoverRun(std::span<Block* const> blocks, CellGroup group, bool keep, Status* damage) {
-  const CellSetShape& shape = map_.shapes[group];
-  size_t sound = blocks.size();
-  std::vector<std::byte> buffer;
-  if (keep) {
-    for (Block* block : blocks) {
-      CellFacts facts = FactsOf(*block);
-      facts.durable = true;
-      ForEachCell(block, group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
-        facts.layer = layer.number;
-        facts.head = h;
-        if (Apply(*block, cell, CellEvent::kCacheMiss, facts) == nullptr) return;  // it is attended from the store
-        cell->coded = coded_[layer.run(h).pool]->Take();
-      });
-    }
-  }
-  // In file order and by one thread: the system then reads ahead by itself, which costs half of what asking for it
-  // does.
-  for (const auto& [layer_at, run_at] : Runs(group)) {
-    const LayerCells& layer = *layer_at;
-    const HeadRun& run = *run_at;
-    if (sound == 0) break;
-    const size_t cell_bytes = run.layout.bytes;
-    buffer.resize(sound * run.n_heads * cell_bytes);
-    Status read =
-        options_.tier->ReadRun(shape, *blocks[0]->places[group], run.slot, static_cast<uint32_t>(sound), buffer.data());
-    if (!read.ok()) {
-      *damage = std::move(read);
-      sound = 0;
-      break;
-    }
-    for (size_t b = 0; b < sound; ++b) {
-      Block& block = *blocks[b];
-      for (uint16_t i = 0; i < run.n_heads; ++i) {
-        const auto h = static_cast<uint16_t>(run.first_head + i);
-        const std::span<const std::byte> bytes(buffer.data() + (b * run.n_heads + i) * cell_bytes, cell_bytes);
-        Status ok = VerifyCell(bytes, layer.number, h, block.position, block.key);
-        if (ok.ok() && reinterpret_cast<const CellHeader*>(bytes.data())->generation != block.generation) {
-          ok = Status(StatusCode::kCorruption, "the cell is of another generation than its block");
-        }
-        if (!ok.ok()) {
-          const auto [path, offset] = options_.tier->Locate(shape, *block.places[group], run.slot, i);
-          *damage = Status(StatusCode::kCorruption, fmt::format("{} at byte {}: layer {}, head {}, tokens {}..{}: {}",
-                                                                path, offset, layer.number, h, block.position,
-                                                                block.position + kBlockTokens - 1, ok.message()));
-          options_.tier->ReportDamage(*block.places[group]);
-          sound = b;
-          break;
-        }
-        const CellEntry& cell = block.cells[layer.first_cell + h];
-        if (cell.coded != kNoSlot) std::memcpy(coded(layer, h, cell), bytes.data(), cell_bytes);
-      }
-    }
-  }
-  if (keep) {
-    for (size_t b = 0; b < blocks.size(); ++b) {
-      CellFacts facts{.sealed = true, .durable = true};
-      ForEachCell(blocks[b], group, [&](const LayerCells& layer, uint16_t h, CellEntry* cell) {
-        facts.layer = layer.number;
-        facts.head = h;
-        if (b >= sound) {
-          GiveCoded(layer, h, cell);
-          Apply(*blocks[b], cell, CellEvent::kEvict, facts);
-        } else if (cell->state == CellState::kRecovering) {
-          Admit(*blocks[b], layer, h, cell, facts);
-        }
-      });
-      if (b < sound && group == kFullLayers) AddResident(blocks[b]);
-    }
-    NotePeak();
-  }
-  return sound;
-}
-
-// WRITE_BACK of a cell whose coded bytes have come: QUANTIZED, or ACTIVE where the rules say so and there is room for
-// the exact replica that this takes.
-void CellMemory::Admit(const Block& block, const LayerCells& layer, uint16_t head, CellEntry* cell,
-                       const CellFacts& facts) {
-  static const CellRule kCodedOnly{.event = CellEvent::kWriteBack,
-                                   .from = CellState::kRecovering,
-                                   .to = CellState::kQuantized,
-                                   .action = CellAction::kAdmit};
-  const CellRule* rule = rules_->table.Find(CellEvent::kWriteBack, CellState::kRecovering, facts);
-  const bool room = used() + ExactGrowth(1) <= coded_limit();
-  if (rule == nullptr || (rule->to == CellState::kActive && !room)) rule = &kCodedOnly;
-  if (rule->to == CellState::kActive) {
-    if (cell->exact == kNoSlot) cell->exact = exact_[layer.exact_pool]->Take();
-    Decode(layer, head, coded(layer, head, *cell), exact(layer, *cell));
-  }
-  cell->state = rule->to;
-  transitions_.Add(*rule);
-  trace_.Add(*rule, block.position);
-}
-
 // A sealed cell's values as an exact cell, tokens that it leaves out as zero.
 void CellMemory::Decode(const LayerCells& layer, uint16_t head, const std::byte* from, std::byte* to) const {
   const auto dk = static_cast<size_t>(layer.geometry.head_dim_k), dv = static_cast<size_t>(layer.geometry.head_dim_v);
@@ -787,8 +664,8 @@ void CellMemory::Decode(const LayerCells& layer, uint16_t head, const std::byte*
   }
 }
 
-std::vector<std::pair<const LayerCells*, const HeadRun*>> CellMemory::Runs(CellGroup group) const {
-  std::vector<std::pair<const LayerCells*, const HeadRun*>> runs;
+std::vector<CellMemory::CellRun> CellMemory::Runs(CellGroup group) const {
+  std::vector<CellRun> runs;
   for (const LayerCells& layer : map_.layers) {
     if (layer.group != group) continue;
     for (const HeadRun& run : layer.runs) runs.emplace_back(&layer, &run);

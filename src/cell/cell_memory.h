@@ -10,6 +10,7 @@
 #include <deque>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <span>
 #include <thread>
 #include <utility>
@@ -28,7 +29,8 @@ namespace kvcell {
 
 // How RAM is laid out for a map: what a chunk is, and what is set aside before the first coded cell.
 struct MemoryShape {
-  uint64_t chunk_target = 0;
+  uint64_t coded_chunk = 0;   // bytes, as MakeChunkShape takes them: of the pools of coded cells
+  uint64_t exact_chunk = 0;   // of exact cells and sinks
   uint64_t exact_blocks = 0;  // blocks with exact cells at once, most, but for those that rules leave exact
   uint64_t sink_blocks = 0;
   uint64_t fixed_bytes = 0;    // of exact cells and sinks: taken at the start, for the most sequences allowed
@@ -220,6 +222,7 @@ class CellMemory {
   // Applies the rule for `event` to one cell; null where no rule fits.
   const CellRule* Apply(const Block& block, CellEntry* cell, CellEvent event, const CellFacts& facts);
   CellFacts FactsOf(const Block& block) const;
+  using CellRun = std::pair<const LayerCells*, const HeadRun*>;  // cells of a layer that lie side by side in a tier
   template <typename F>
   void ForEachCell(Block* block, CellGroup group, F f) {
     for (const LayerCells& layer : map_.layers) {
@@ -254,7 +257,19 @@ class CellMemory {
   bool MayReplicate(Block* block, uint64_t step);
   void NoteThrash(Block* block);
 
-  size_t RecoverRun(std::span<Block* const> blocks, CellGroup group, bool keep, Status* damage);
+  // cell_recover.cc
+  struct Unsound {  // a cell that its check refused
+    size_t block = 0;
+    uint16_t slot = 0, cell = 0;   // as a tier counts them
+    uint16_t layer = 0, head = 0;  // as the model counts them
+    Status what;
+  };
+  size_t RecoverExtent(std::span<Block* const> blocks, CellGroup group, bool keep, Status* damage);
+  void BeginRecovery(std::span<Block* const> blocks, CellGroup group);
+  std::optional<Unsound> TakeInRun(std::span<Block* const> blocks, const CellRun& which,
+                                   std::span<const std::byte> bytes);
+  void EndRecovery(std::span<Block* const> blocks, CellGroup group, size_t sound);
+
   void AddResident(Block* block);
   void Forget(Block* block);
   void CountDiskReads();
@@ -279,7 +294,7 @@ class CellMemory {
   void MoveTo(const Block& block, CellEntry* cell, CellEvent event, CellState to, CellAction action);
   void StartSampler();
   bool NeedsWrite(const Block& block, CellGroup group) const;
-  std::vector<std::pair<const LayerCells*, const HeadRun*>> Runs(CellGroup group) const;
+  std::vector<CellRun> Runs(CellGroup group) const;
   void Admit(const Block& block, const LayerCells& layer, uint16_t head, CellEntry* cell, const CellFacts& facts);
   void Decode(const LayerCells& layer, uint16_t head, const std::byte* from, std::byte* to) const;
   Status ReadVerified(const Block& block, const LayerCells& layer, uint16_t head, std::byte* to) const;

@@ -107,11 +107,12 @@ constexpr LevelTable MakeLevelTable(int bits, SideSpec::Levels levels) {
   table.count = 1 << bits;
   for (int i = 0; i < table.count; ++i) {
     const auto at = static_cast<size_t>(i);
-    int level = i - table.count / 2;
     if (levels == SideSpec::Levels::kLloydMax) {
-      level = bits == 2 ? kLloydMax2[at] : bits == 3 ? kLloydMax3[at] : bits == 4 ? kLloydMax4[at] : kLloydMax5[at];
+      table.level[at] =
+          bits == 2 ? kLloydMax2[at] : bits == 3 ? kLloydMax3[at] : bits == 4 ? kLloydMax4[at] : kLloydMax5[at];
+    } else {
+      table.level[at] = static_cast<int8_t>(i - table.count / 2);
     }
-    table.level[at] = static_cast<int8_t>(level);
   }
   return table;
 }
