@@ -95,6 +95,17 @@ Status Database::Failed(int code) const {
   }
 }
 
+Status Database::CheckInPlace() {
+  int moved = 0;
+  if (sqlite3_file_control(handle_, "main", SQLITE_FCNTL_HAS_MOVED, &moved) != SQLITE_OK || moved == 0)
+    return OkStatus();
+  return Status(
+      StatusCode::kIoError,
+      fmt::format("index {}: the file was removed or replaced while it was in use, so nothing can be stored any "
+                  "more; start the process again",
+                  path_));
+}
+
 Result<sqlite3_stmt*> Database::Prepared(const char* sql) {
   if (const auto found = statements_.find(sql); found != statements_.end()) return found->second;
   sqlite3_stmt* statement = nullptr;
@@ -186,7 +197,7 @@ Transaction::~Transaction() {
 Status Transaction::Begin(Kind kind) {
   KVCELL_RETURN_IF_ERROR(database_.Run(kind == Kind::kWrite ? "BEGIN IMMEDIATE" : "BEGIN"));
   open_ = true;
-  return OkStatus();
+  return kind == Kind::kWrite ? database_.CheckInPlace() : OkStatus();
 }
 
 Status Transaction::Commit() {

@@ -33,6 +33,8 @@ class Database {
   sqlite3* handle() { return handle_; }
   // Statements without parameters and rows, several separated by ';'.
   Status Run(const char* sql);
+  // kIoError where `path` names another file by now, or none: what is written would be lost without a word.
+  Status CheckInPlace();
   // What SQLite's result code means: kNoSpace, kBusy, kPermission, kCorruption, kIoError.
   Status Failed(int code) const;
 

@@ -11,6 +11,7 @@
 namespace kvcell::test {
 namespace {
 
+using testing::AllOf;
 using testing::HasSubstr;
 
 void Overwrite(const std::string& path, uint64_t offset, const std::string& bytes) {
@@ -87,6 +88,20 @@ TEST_F(DamagedStore, OtherSegmentVersionsOrByteOrderEndTheBlocksAndAreKept) {
     }
     EXPECT_EQ(ReadAll(segment), before);
   }
+}
+
+// What a process stores into a file that has no name any more would be lost, and it would never hear of that.
+TEST_F(DamagedStore, AnIndexRemovedUnderARunningProcessIsToldAtTheNextSave) {
+  auto store = OpenStore(directory_.store());
+  for (const char* part : {"", "-wal", "-shm"}) std::filesystem::remove(index() + part);
+  const auto saved = SaveSession(*store, "b", tokens_);
+  ASSERT_FALSE(saved);
+  EXPECT_EQ(saved.error().code(), StatusCode::kIoError);
+  EXPECT_THAT(saved.error().message(), AllOf(HasSubstr("store.db"), HasSubstr("removed")));
+  // Another store took its place.
+  const auto other = OpenStore(directory_.store());
+  EXPECT_TRUE(SaveSession(*other, "c", tokens_));
+  EXPECT_FALSE(SaveSession(*store, "b", tokens_));
 }
 
 TEST_F(DamagedStore, GarbageForAnIndexIsRefusedAndLeft) {
