@@ -47,6 +47,24 @@ Status CheckRulesFit(const CacheOptions& options) {
                               "give CacheOptions::rope for each layer",
                               rules.name));
   }
+  // Layers and heads that the model has not: rules made for another one.
+  const auto n_layers = static_cast<int64_t>(options.geometry.size());
+  int64_t n_heads = 0;
+  for (const LayerGeometry& layer : options.geometry) n_heads = std::max<int64_t>(n_heads, layer.n_kv_heads);
+  const auto beyond = [&](std::string_view what, std::string_view where, int64_t first, int64_t n) {
+    return Status(StatusCode::kInvalidArgument,
+                  fmt::format("rules `{}`{} ask for {} {}, but the model has {}s 0..{}; are they for another model?",
+                              rules.name, where, what, first, what, n - 1));
+  };
+  for (const CellRule& rule : rules.table.rules()) {
+    const std::string where = fmt::format(" (line {})", rule.line);
+    if (rule.guard.layers.low >= n_layers) return beyond("layer", where, rule.guard.layers.low, n_layers);
+    if (rule.guard.heads.low >= n_heads) return beyond("KV head", where, rule.guard.heads.low, n_heads);
+  }
+  for (const CodecRange& range : options.codec_ranges) {
+    if (range.first_layer >= n_layers) return beyond("layer", " (codecs)", range.first_layer, n_layers);
+    if (range.first_head >= n_heads) return beyond("KV head", " (codecs)", range.first_head, n_heads);
+  }
   return OkStatus();
 }
 

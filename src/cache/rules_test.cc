@@ -17,6 +17,7 @@
 namespace kvcell {
 namespace {
 
+using ::testing::AllOf;
 using ::testing::HasSubstr;
 
 std::shared_ptr<const Rules> Made(const std::string& text) {
@@ -485,6 +486,21 @@ TEST(CacheRules, NewRulesThatDoNotShareTakeBackWhatWasShared) {
   ASSERT_TRUE(cache->SetRules(ProfileRules("balanced").value()).ok());
   Feed(cache.get(), sequence, MadeTokens(64, 4));
   EXPECT_EQ(Found(cache.get(), tokens), 0) << "it was computed with less than others would see";
+}
+
+TEST(CacheRules, LayersAndHeadsThatTheModelHasNotAreRefused) {
+  const std::string evict = "rules:\n - {event: EVICT, from: ACTIVE, to: EVICTED, when: {";
+  const auto error = [](const std::string& text) {
+    const auto cache = Cache::Open(UnderRules(Made(text)));
+    return cache ? std::string() : std::string(cache.error().message());
+  };
+  EXPECT_THAT(error(evict + "layers: 70}}"),
+              AllOf(HasSubstr("(line 2)"), HasSubstr("layer 70"), HasSubstr("layers 0..")));
+  EXPECT_THAT(error(evict + "heads: \">= 70\"}}"), HasSubstr("KV head 70"));
+  EXPECT_THAT(error("codecs:\n - {layers: 70-80, codec: i8}"), HasSubstr("layer 70"));
+  EXPECT_EQ(error(evict + "layers: 0-70}}"), "") << "a range that begins in the model may go on beyond it";
+  auto cache = OpenOrDie(UnderRules(ProfileRules("balanced").value()));
+  EXPECT_THAT(cache->SetRules(Made(evict + "layers: 70}}")).message(), HasSubstr("layer 70"));
 }
 
 // Rows of several sequences in one step read what they have in common together; windows of rules begin elsewhere for

@@ -335,12 +335,16 @@ class Parser {
     bool has_event = false, has_from = false, has_to = false;
     Action action;
     const size_t errors = check_.errors.size();
+    const auto once = [&](const YAML::Node& n, std::string_view field, bool* has) {
+      if (*has) Error(LineOf(n), fmt::format("`{}` and `{}_state` mean the same; keep one of them", field, field));
+      *has = true;
+    };
     const auto from = [&](const YAML::Node& n) {
-      has_from = true;
+      once(n, "from", &has_from);
       ReadState(n, "from", /*none_allowed=*/true, &rule.from);
     };
     const auto to = [&](const YAML::Node& n) {
-      has_to = true;
+      once(n, "to", &has_to);
       std::optional<CellState> state;
       ReadState(n, "to", /*none_allowed=*/false, &state);
       if (state) rule.to = *state;
@@ -391,6 +395,7 @@ class Parser {
   }
 
   void ReadGuard(const YAML::Node& node, CellGuard* guard) {
+    int within_line = 0;
     const auto sealed = [](std::string_view text) -> std::optional<bool> {
       return text == "sealed" ? std::optional(true) : text == "open" ? std::optional(false) : std::nullopt;
     };
@@ -432,6 +437,7 @@ class Parser {
               }},
              {"within_steps",
               [&](const YAML::Node& n) {
+                within_line = LineOf(n);
                 Scalar(n, "within_steps", "1..64 steps, for `reads`", IntegerIn(1, 64), &guard->within_steps);
               }},
              share("mass", &guard->mass),
@@ -443,6 +449,9 @@ class Parser {
               }},
              share("ram_fill", &guard->ram_fill),
              share("file_fill", &guard->file_fill)});
+    if (within_line > 0 && guard->reads.any()) {
+      Error(within_line, "within_steps says in how many steps `reads` are counted; add `reads`, or take it out");
+    }
   }
 
   void ReadAction(const YAML::Node& node, Action* action) {

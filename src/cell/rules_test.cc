@@ -147,6 +147,9 @@ TEST(Rules, ErrorsNameLineAndWhatIsAllowed) {
       {"codec: i8\nrules:\n - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED, action: {codec: i4}}",
        "3: ", "one codec"},
       {"rules: []\nstate_transition_rules: []", "2: ", "stand twice"},
+      {"rules:\n - event: EVICT\n   from: ACTIVE\n   from_state: QUANTIZED\n   to: EVICTED", "4: ", "mean the same"},
+      {"rules:\n - event: EVICT\n   from: ACTIVE\n   to: EVICTED\n   to_state: EVICTED", "5: ", "mean the same"},
+      {"rules:\n - {event: EVICT, from: ACTIVE, to: EVICTED, when: {within_steps: 5}}", "2: ", "add `reads`"},
   };
   for (const auto& c : kCases) {
     const std::string error = ErrorOf(c.text);
