@@ -1,6 +1,7 @@
 #include "base/memory_probe.h"
 
 #include <fmt/format.h>
+#include <sys/resource.h>
 
 #include <algorithm>
 #include <charconv>
@@ -107,6 +108,13 @@ Result<SystemMemory> ProbeSystemMemory() {
     return Fail(StatusCode::kIoError, "cannot read /proc/meminfo: mount /proc to see the machine's memory");
   }
   return SystemMemory{*total, *available};
+}
+
+DiskReads ProbeDiskReads() {
+  constexpr uint64_t kBlock = 512;  // of ru_inblock, whatever the disk has
+  struct rusage usage = {};
+  (void)::getrusage(RUSAGE_SELF, &usage);
+  return {usage.ru_majflt, static_cast<uint64_t>(usage.ru_inblock) * kBlock};
 }
 
 std::optional<CgroupMemory> ProbeCgroupMemory() {

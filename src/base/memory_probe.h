@@ -1,4 +1,5 @@
-// What memory this process and this machine really have, as the kernel tells it: for budgets, stats and tests.
+// What memory this process and this machine really have, and what was read from disks, as the kernel tells it: for
+// budgets, stats and tests.
 #pragma once
 
 #include <cstdint>
@@ -21,6 +22,13 @@ struct SystemMemory {
   uint64_t available = 0;  // what a new allocation could get without swapping
 };
 Result<SystemMemory> ProbeSystemMemory();
+
+// What this process has had to wait for a disk for, so far.
+struct DiskReads {
+  int64_t major_faults = 0;  // pages of mapped files
+  uint64_t bytes = 0;
+};
+DiskReads ProbeDiskReads();
 
 struct CgroupMemory {
   uint64_t limit = 0;  // the smallest of this group's and its parents'

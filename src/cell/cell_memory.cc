@@ -1,7 +1,6 @@
 #include "cell/cell_memory.h"
 
 #include <fmt/format.h>
-#include <sys/resource.h>
 
 #include <algorithm>
 #include <atomic>
@@ -92,7 +91,7 @@ Result<std::unique_ptr<CellMemory>> CellMemory::Create(CellMap map, const Option
   memory->StartSampler();
   memory->NotePeak();
   memory->worker_ = std::thread([m = memory.get()] { m->WorkerLoop(); });
-  memory->CountDiskReads();
+  memory->disk_reads_ = ProbeDiskReads();
   return memory;
 }
 
@@ -673,13 +672,6 @@ std::vector<CellMemory::CellRun> CellMemory::Runs(CellGroup group) const {
   return runs;
 }
 
-void CellMemory::CountDiskReads() {
-  struct rusage usage = {};
-  (void)::getrusage(RUSAGE_SELF, &usage);
-  faults_ = usage.ru_majflt;
-  disk_blocks_ = usage.ru_inblock;
-}
-
 bool CellMemory::InStoreOnly(const Block& block) const {
   if (!block.places[kFullLayers]) return false;
   for (const LayerCells& layer : map_.layers) {
@@ -699,10 +691,9 @@ void CellMemory::BeginReads() {
   mapped_version_ = 0;
   file_runs_.clear();
   if (options_.tier == nullptr) return;
-  const int64_t faults = faults_, disk_blocks = disk_blocks_;
-  CountDiskReads();
-  const bool faulted = faults_ != faults;
-  disk_was_read_ = disk_blocks_ != disk_blocks;
+  const DiskReads before = std::exchange(disk_reads_, ProbeDiskReads());
+  const bool faulted = disk_reads_.major_faults != before.major_faults;
+  disk_was_read_ = disk_reads_.bytes != before.bytes;
   const bool streams_on = !was_mapped_ && disk_was_read_;
   was_mapped_ = options_.mapped && !faulted && !streams_on;
   if (!was_mapped_) return;
@@ -751,9 +742,7 @@ Status CellMemory::EndReads(std::span<Block* const> blocks) {
   const auto version = options_.tier->MappedVersion();
   if (!version) return version.error();
   const auto now = static_cast<uint32_t>(*version);
-  struct rusage usage = {};
-  (void)::getrusage(RUSAGE_SELF, &usage);
-  if (now == mapped_version_ && usage.ru_majflt == faults_) return OkStatus();
+  if (now == mapped_version_ && ProbeDiskReads().major_faults == disk_reads_.major_faults) return OkStatus();
   for (Block* block : blocks) {
     if (block->mapped == nullptr) continue;
     for (const LayerCells& layer : map_.layers) {

@@ -16,6 +16,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/memory_probe.h"
 #include "cell/arena.h"
 #include "cell/block.h"
 #include "cell/cell_map.h"
@@ -272,7 +273,6 @@ class CellMemory {
 
   void AddResident(Block* block);
   void Forget(Block* block);
-  void CountDiskReads();
   void PlaceAt(Block* block, CellGroup group, const std::optional<BlockPlace>& place);
   // Where a cell lies in its block's mapped extent.
   const std::byte* MappedCell(const Block& block, const LayerCells& layer, uint16_t head) const;
@@ -319,8 +319,7 @@ class CellMemory {
   };
   std::vector<FileRun> file_runs_;  // of blocks that the step reads from the store, where they are to be prefetched
   // Of this process when the step began: faults that waited for a disk, and blocks that it had read.
-  int64_t faults_ = 0;
-  int64_t disk_blocks_ = 0;
+  DiskReads disk_reads_;
   bool disk_was_read_ = false;                   // in the step before
   bool was_mapped_ = true;                       // that step
   mutable std::atomic<uint64_t> file_bytes_{0};  // in the store when it was opened, and appended since

@@ -265,10 +265,10 @@ int LabSweepCommand(const Options& options) {
     locality.push_back({{"newest_blocks", row.newest_blocks}, {"mass", row.mass}});
     looks.Add({std::to_string(row.newest_blocks), fmt::format("{:.1f} %", 100.0 * row.mass)});
   }
-  Table files({"READ FROM", "GB/S"});
+  Table files({"READ FROM", "GB/S", "MISSED"});
   for (const ReadRow& row : result->reads) {
-    reads.push_back({{"from", row.from}, {"us_per_mib", row.us_per_mib}, {"gb_s", row.gb_s}});
-    files.Add({row.from, fmt::format("{:.2f}", row.gb_s)});
+    reads.push_back({{"from", row.from}, {"us_per_mib", row.us_per_mib}, {"gb_s", row.gb_s}, {"missed", row.missed}});
+    files.Add({row.from, fmt::format("{:.2f}", row.gb_s), fmt::format("{:.1f} %", 100.0 * row.missed)});
   }
   if (options.json) {
     PrintJson({{"command", "lab sweep"},

@@ -2,7 +2,6 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/resource.h>
 #include <sys/stat.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -325,12 +324,6 @@ struct LimitedTimes {
   double context_of_room = 0;
 };
 
-double DiskBytesRead() {
-  struct rusage usage = {};
-  (void)::getrusage(RUSAGE_SELF, &usage);
-  return static_cast<double>(usage.ru_inblock) * 512;
-}
-
 LimitedTimes MeasureLimited(const BenchStoreOptions& options, const Workplace& place, const MemoryGroup* group) {
   LimitedTimes times;
   if (group == nullptr || !group->Enter()) return times;
@@ -354,10 +347,11 @@ LimitedTimes MeasureLimited(const BenchStoreOptions& options, const Workplace& p
     ForgetPages(place.store() + "/segments");
     if (!group->Limit(memory->anonymous + room + kGroupSlack)) return times;
     if (!Decode(model, cache->get(), session->sequence, 2, &logits, nullptr)) return times;
-    const double before = DiskBytesRead();
+    const uint64_t before = ProbeDiskReads().bytes;
     const auto steps = Decode(model, cache->get(), session->sequence, kLimitedSteps, &logits, nullptr);
     if (!steps) return times;
-    (streamed ? times.disk_streamed : times.disk_mapped) = (DiskBytesRead() - before) / kLimitedSteps;
+    (streamed ? times.disk_streamed : times.disk_mapped) =
+        static_cast<double>(ProbeDiskReads().bytes - before) / kLimitedSteps;
     (streamed ? times.streamed : times.mapped) = Median(*steps);
     times.context_of_room = static_cast<double>(cells) / static_cast<double>(room);
   }

@@ -373,7 +373,8 @@ std::string Sweep(const Json& m) {
   }
   html += "<h3>Where attention looks</h3>" + Chart({locality}, "newest blocks of 64 tokens", "share", true, false);
   if (!Rows(m, "reads").empty()) {
-    html += "<h3>Reading cells back</h3>" + TableOf(Rows(m, "reads"), {{"from", "from"}, {"gb_s", "GB/s"}});
+    html += "<h3>Reading cells back</h3>" +
+            TableOf(Rows(m, "reads"), {{"from", "from"}, {"gb_s", "GB/s"}, {"missed", "share that came from a disk"}});
   }
   return html;
 }

@@ -12,6 +12,7 @@
 #include <filesystem>
 #include <limits>
 
+#include "base/memory_probe.h"
 #include "lab/codec_error.h"
 
 namespace kvcell {
@@ -202,6 +203,7 @@ class Sweep {
     for (const bool cold : {false, true}) {
       if (!status.ok()) break;
       if (cold) ::posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+      const uint64_t from_disk = ProbeDiskReads().bytes;
       const auto start = std::chrono::steady_clock::now();
       for (size_t at = 0; at < kBytes; at += kMiB) {
         if (::pread(file, buffer.data(), kMiB, static_cast<off_t>(at)) != static_cast<ssize_t>(kMiB)) {
@@ -210,7 +212,8 @@ class Sweep {
         }
       }
       const double seconds = std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
-      result->reads.push_back({cold ? "disk" : "page cache", seconds * 1e6 / (kBytes / kMiB), kBytes / seconds / 1e9});
+      result->reads.push_back({cold ? "disk" : "page cache", seconds * 1e6 / (kBytes / kMiB), kBytes / seconds / 1e9,
+                               static_cast<double>(ProbeDiskReads().bytes - from_disk) / kBytes});
     }
     ::close(file);
     fs::remove(path, error);

@@ -44,6 +44,7 @@ struct ReadRow {
   std::string from = {};  // "page cache", "disk"
   double us_per_mib = 0;
   double gb_s = 0;
+  double missed = 0;  // share of the bytes that had to come from a disk
 };
 
 struct SweepResult {

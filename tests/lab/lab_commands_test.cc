@@ -217,6 +217,7 @@ TEST(Sweep, FinerScalesAndMoreExactTokensLoseLess) {
   EXPECT_NEAR(result->locality.back().mass, 1.0, 1e-6);
   ASSERT_EQ(result->reads.size(), 2u);
   EXPECT_GT(result->reads[0].gb_s, 0.0);
+  EXPECT_EQ(result->reads[0].missed, 0.0) << "just written";
   EXPECT_TRUE(fs::is_empty(directory));
   fs::remove_all(directory);
 }
