@@ -228,7 +228,7 @@ int LabReportCommand(const Options& options) {
   const auto facts = Model::ReadFacts(options.model);
   if (!facts) return Failed(facts.error());
   ReportInput input{.title = facts->name,
-                    .machine = fmt::format("instruction set {}, {} threads", AttentionIsa(),
+                    .machine = fmt::format("instruction set {}, threads: {}", AttentionIsa(),
                                            options.threads > 0 ? std::to_string(options.threads) : "all")};
   for (const std::string& path : options.measurements) {
     auto measurement = ReadMeasurement(path);
