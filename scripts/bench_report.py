@@ -17,7 +17,8 @@ ALLOWED_FALL = 0.15
 
 def shape_of(row):
     queries = f", {row['queries']} queries" if row["queries"] > 1 else ""
-    return f"{row['phase']} {row['tokens']} tokens, {row['kv_heads']} x {row['group']} heads, {row['head_dim']}{queries}"
+    cells = ", cells in a mapped file" if row["cells"] != "RAM" else ""
+    return f"{row['phase']} {row['tokens']} tokens, {row['kv_heads']} x {row['group']} heads, {row['head_dim']}{queries}{cells}"
 
 
 def attention(result):

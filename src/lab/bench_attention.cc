@@ -6,7 +6,9 @@
 #include <atomic>
 #include <chrono>
 #include <cmath>
+#include <cstdlib>
 #include <cstring>
+#include <filesystem>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -146,6 +148,11 @@ class CellEngine final : public Engine {
   }
   std::span<const float> out() const override { return out_; }
   uint64_t kv_bytes() const override { return cache_->Stats().kv_bytes; }
+  ~CellEngine() override {
+    cache_.reset();
+    std::error_code ignored;
+    if (!store_.empty()) std::filesystem::remove_all(store_, ignored);
+  }
   void UseThreads(GgmlThreads* threads) { threads_ = threads; }
 
  private:
@@ -167,6 +174,14 @@ class CellEngine final : public Engine {
     auto plan = PlanMemory(options, shape_.tokens + (kFillers + 4) * kBlockTokens, 2);
     if (!plan) return plan.error();
     options.ram_budget = plan->total + (uint64_t{1} << 30);
+    if (shape_.in_file) {
+      store_ = (std::filesystem::temp_directory_path() / "kvcell-bench-XXXXXX").string();
+      if (::mkdtemp(store_.data()) == nullptr) {
+        return {StatusCode::kIoError, fmt::format("can't make a directory {}; set TMPDIR to another place", store_)};
+      }
+      options.store = store_;
+      options.file_reads = FileReads::kMapped;
+    }
     auto cache = Cache::Open(options);
     if (!cache) return cache.error();
     cache_ = std::move(*cache);
@@ -233,7 +248,13 @@ class CellEngine final : public Engine {
       }
       KVCELL_RETURN_IF_ERROR(Append(sequence_, b * kBlockTokens, (b + 1) * kBlockTokens, true));
     }
-    return Append(sequence_, n_blocks * kBlockTokens, past, true);
+    KVCELL_RETURN_IF_ERROR(Append(sequence_, n_blocks * kBlockTokens, past, true));
+    if (!shape_.in_file) return OkStatus();
+    KVCELL_RETURN_IF_ERROR(cache_->Persist(sequence_));
+    const CacheStats stats = cache_->Stats();
+    const uint64_t sealed = static_cast<uint64_t>(n_blocks) * static_cast<uint64_t>(shape_.kv_heads);
+    if (stats.cells.by_state[static_cast<size_t>(CellState::kPersisted)] == sealed) return OkStatus();
+    return {StatusCode::kInternal, "cells that should be attended in a file stayed in RAM"};
   }
 
   void MakeStep() {
@@ -260,6 +281,7 @@ class CellEngine final : public Engine {
   GgmlThreads* threads_ = nullptr;
   std::unique_ptr<Cache> cache_;
   SequenceId sequence_ = -1;
+  std::string store_;  // of cells in a file
   std::vector<Token> step_tokens_;
   std::vector<float> k_, v_, q_, out_;
 };
@@ -582,6 +604,8 @@ std::vector<AttentionShape> DefaultAttentionShapes() {
   decode(32768, 8, 4, 96);
   decode(16384, 4, 4, 256);
   for (const int64_t tokens : {1024, 8192, 131072}) decode(tokens, 8, 4, 128);
+  decode(32768, 8, 4, 128);
+  shapes.back().in_file = true;
   for (const int64_t past : {4096, 8192}) {
     for (const int32_t queries : {128, 512}) shapes.push_back({.tokens = past + queries, .queries = queries});
   }

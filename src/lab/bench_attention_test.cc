@@ -10,7 +10,8 @@ namespace {
 AttentionBenchOptions Small() {
   AttentionBenchOptions options;
   options.shapes = {{.tokens = 200, .queries = 1, .kv_heads = 2, .group = 3, .head_dim = 64},
-                    {.tokens = 192, .queries = 64, .kv_heads = 1, .group = 2, .head_dim = 64}};
+                    {.tokens = 192, .queries = 64, .kv_heads = 1, .group = 2, .head_dim = 64},
+                    {.tokens = 200, .queries = 1, .kv_heads = 2, .group = 3, .head_dim = 64, .in_file = true}};
   options.n_threads = 2;
   options.rounds = 1;
   return options;
@@ -19,7 +20,7 @@ AttentionBenchOptions Small() {
 TEST(BenchAttention, BothEnginesAreNearFloat64AndTheRoundingIsASmallPart) {
   const auto result = BenchAttention(Small());
   ASSERT_TRUE(result.has_value()) << result.error().message();
-  EXPECT_EQ(result->rows.size(), 12u);  // two shapes, three types of ours, three of ggml's
+  EXPECT_EQ(result->rows.size(), 18u);  // three shapes, three types of ours, three of ggml's
   for (const AttentionBenchRow& row : result->rows) {
     EXPECT_GT(row.rel_error, 0.0) << row.engine << " " << row.type;
     EXPECT_LT(row.rel_error, row.type == "f16"                        ? 5e-3

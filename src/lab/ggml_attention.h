@@ -20,6 +20,7 @@ struct AttentionShape {
   int32_t kv_heads = 8;
   int32_t group = 4;  // query heads per KV head
   int32_t head_dim = 128;
+  bool in_file = false;  // our cells: attended where they lie in a mapped file, whose pages are at hand
   int32_t heads() const { return kv_heads * group; }
 };
 
