@@ -38,7 +38,7 @@ struct RopeSpec {
   bool halves = false;  // pairs are (i, i + head_dim/2); else (2i, 2i + 1)
   float base = 10000.0f;
   float scale = 1.0f;
-  std::vector<float> factors;  // [head_dim / 2] or empty: 1
+  std::vector<float> factors;  // [head_dim / 2] or empty: 1; none of them 0
 };
 
 // How cells that are in the store and not in RAM are attended.
@@ -63,10 +63,11 @@ struct CacheOptions {
   int32_t max_step_tokens = 512;  // most tokens per step, all sequences together; sizes the exact scratch
   int32_t max_sequences = 1;      // live at once, forks included; exact cells are set aside for each
   int32_t max_threads = 0;        // most parts of a Compute; 0: as many as there are processors
-  uint64_t ram_budget = 0;  // bytes of KV memory, never passed; 0: as much as the context takes. Less: older cells are
-                            // attended from the store, slower.
-  // What moves cells between states, and when; null: the profile `balanced`. Where the rules say a codec, sinks,
-  // recent_blocks or a RAM budget, theirs win over the fields above.
+  uint64_t ram_budget = 0;  // bytes of KV memory, never passed, at most 2^46; 0: what the rules say, or as much as the
+                            // context takes. Less: older cells are attended from the store, slower.
+  // What moves cells between states, and when; null: as the profile `balanced` does, with the codec, sinks and
+  // recent_blocks above. Rules that are given and name a codec, sinks or recent_blocks win over these fields; every
+  // profile names them.
   std::shared_ptr<const Rules> rules;
   // How the model turns q and k by position: needed where rules cut the past to a window, since positions are then
   // renumbered by turning the query. [n_layers] or empty.
@@ -90,7 +91,7 @@ struct CacheOptions {
   // Most bytes of the store's files; 0: no cap. Before it is passed, sessions that were not used for the longest lose
   // cells, from their end.
   uint64_t disk_cap = 0;
-  int64_t ttl_seconds = 0;              // sessions not used for so long are removed; 0: never
+  int64_t ttl_seconds = 0;              // sessions not used for so long are removed; 0: never; not below 0
   uint64_t scrub_bytes_per_second = 0;  // stored cells are checked in the background at this rate; 0: not at all
   // All that decides whether stored cells may be read and that the cache can't know: weights, tokenizer, RoPE ... as
   // named fields. Geometry, codec, exactness and format version are added by the cache.
@@ -101,13 +102,14 @@ struct CacheOptions {
 // Bytes of KV memory a configuration takes for `n_sequences` sequences of `context` tokens, exactly as the cache
 // allocates.
 struct MemoryPlan {
-  uint64_t cells = 0;     // of the cells at full context: what Stats then calls kv_bytes
+  uint64_t cells = 0;     // of the cells at full context, coded where rules let them be: what Stats then calls kv_bytes
   uint64_t coded = 0;     // sealed cells
   uint64_t exact = 0;     // open blocks, sinks, replicas; taken at the start
   uint64_t scratch = 0;   // exact cells of one step and streaming rings; taken at the start
   uint64_t metadata = 0;  // block and cell tables
-  uint64_t total = 0;     // coded + exact + scratch: what ram_budget bounds
-  uint64_t minimum = 0;   // the smallest ram_budget that works at this context (with a store)
+  uint64_t total = 0;     // coded + exact + scratch, and no less than `minimum`: what ram_budget bounds
+  uint64_t minimum = 0;   // the smallest ram_budget that works (with a store). A layer's whole window counts, however
+                          // short the context: for no window give 0, not a large one.
   uint64_t f16 = 0;       // the same tokens in f16
 };
 Result<MemoryPlan> PlanMemory(const CacheOptions& options, int64_t context, int32_t n_sequences);
@@ -115,8 +117,8 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& options, int64_t context, int3
 struct StepItem {
   SequenceId sequence = 0;
   std::span<const Token> tokens;  // appended by this step, at the sequence's end
-  // The tokens are a guess that Trim may take back (speculative decoding): nobody else is given them, and Save and
-  // Publish wait until a Trim or a step without `draft` has settled what stays.
+  // The tokens are a guess that Trim may take back (speculative decoding): nobody else is given them. Until a Trim or a
+  // step without `draft` has settled what stays, Save is refused and Publish leaves them out.
   bool draft = false;
 };
 
@@ -148,7 +150,9 @@ struct CacheStats {
   double longest_wait_ms = 0;
   uint64_t jobs = 0, failed_jobs = 0;                  // batches of work off the token path
   std::array<uint64_t, kCellStates> bytes_by_state{};  // of cells; exact replicas and sinks count as ACTIVE
-  uint64_t saturated = 0, not_finite = 0;              // values that append had to change
+  uint64_t saturated = 0, not_finite = 0;              // values that append had to change: beyond f16; NaN, infinite
+  // What this cache's store took from sessions for its cap or time to live: removed whole; blocks of these and others.
+  uint64_t removed_sessions = 0, removed_blocks = 0;
 };
 
 // How often cells moved along one edge of the state machine.
@@ -215,7 +219,7 @@ class Cache {
 
   virtual const CacheOptions& options() const = 0;
 
-  // A new empty sequence; kOutOfBudget past max_sequences.
+  // A new empty sequence; kOutOfBudget past max_sequences. Numbers of freed sequences are given again.
   virtual Result<SequenceId> Create() = 0;
   // A sequence that shares all of `parent`'s past; O(blocks), no bytes copied but the open block's on the first write.
   virtual Result<SequenceId> Fork(SequenceId parent) = 0;
@@ -226,9 +230,11 @@ class Cache {
   // After a step that ended with kCorruption: checks the sequence's cells in the store that are not in RAM, cuts it
   // before the first block that is damaged or gone, and returns the position from which the caller must append again;
   // the sequence's length where all are sound, as they are where the file alone was cut off behind them. Nobody else is
-  // given the blocks that were cut. `note`, where given, says which cell of which file was wrong. Reads all of them.
+  // given the blocks that were cut. `note`, where given, says which cell of which file was wrong. Reads all of
+  // them; where that fails for now (kIoError) nothing is cut.
   virtual Result<int64_t> CutToSound(SequenceId sequence, std::string* note) = 0;
   virtual int64_t Length(SequenceId sequence) const = 0;
+  // Valid until the sequence changes.
   virtual std::span<const Token> Tokens(SequenceId sequence) const = 0;
 
   // Fills an empty sequence with the longest prefix of `tokens` that a live sequence, a kept block or the store has,
@@ -255,7 +261,8 @@ class Cache {
   // The same in two calls, on one thread.
   virtual Status Append(int layer, const float* k, const float* v) = 0;
   virtual Status Attend(int layer, const float* q, float* out) = 0;
-  // Ends the step. An error (kIoError, kCorruption from a cell on its way in) means that the step counts as aborted.
+  // Ends the step. An error (kIoError, kCorruption from a cell on its way in, kInvalidArgument where a layer was left
+  // out) means that the step counts as aborted.
   virtual Status Commit() = 0;
   virtual void Abort() = 0;
 
@@ -277,16 +284,19 @@ class Cache {
   virtual Status FinishSave() = 0;
   // Brings a session back. kNotFound, unless `create` makes it an empty one that the first Save stores; kMismatch
   // naming the identity field that differs; kBusy naming the process that holds it. Damage shortens `usable` and is
-  // told in `note`. The session stays locked for writing until the sequence is freed.
+  // told in `note`. The session stays locked for writing until the sequence is freed or saved under another name.
   virtual Result<OpenedSession> OpenSession(const std::string& name, bool create) = 0;
   Result<OpenedSession> OpenSession(const std::string& name) { return OpenSession(name, /*create=*/false); }
 
   // Exchanges the rules between two steps: the next transition goes by the new ones. kInvalidArgument where they ask
-  // for another codec, sinks or recent_blocks, which a cache has for life; the old rules then stay in force.
+  // for another codec, sinks, recent_blocks or RAM budget, which a cache has for life; the old rules then stay in
+  // force.
   virtual Status SetRules(std::shared_ptr<const Rules> rules) = 0;
-  // Asked from outside, done between two steps. Pin: the sequence's cells stay in RAM whatever the rules say. Persist:
-  // hard MEMORY_PRESSURE on its cells alone, which reads do not bring back to RAM until Pin is called either way.
-  // Evict: its sealed cells in [begin, end) are given up and no longer attended.
+  // Asked from outside, done between two steps. Pin: the sequence's cells, those to come too, stay in RAM whatever the
+  // rules say; what a fork has too stays as long as one of both is pinned. Persist: hard MEMORY_PRESSURE on its cells
+  // alone, which reads do not bring back to RAM until Pin is called either way. Evict: its sealed blocks that lie in
+  // [begin, end) are given up and no longer attended, but for those that another sequence uses and for the exact sinks;
+  // a session saved then comes back up to the first of them.
   virtual Status Pin(SequenceId sequence, bool pinned) = 0;
   virtual Status Persist(SequenceId sequence) = 0;
   virtual Status Evict(SequenceId sequence, int64_t begin, int64_t end) = 0;

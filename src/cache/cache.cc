@@ -62,6 +62,12 @@ Status CheckRulesFit(const CacheOptions& options) {
     if (rule.guard.heads.low >= n_heads) return beyond("KV head", where, rule.guard.heads.low, n_heads);
   }
   for (const CodecRange& range : options.codec_ranges) {
+    if (range.first_layer < 0 || range.last_layer < range.first_layer || range.first_head < 0 ||
+        range.last_head < range.first_head) {
+      return {StatusCode::kInvalidArgument,
+              fmt::format("a codec range of layers {}..{}, KV heads {}..{} holds nothing", range.first_layer,
+                          range.last_layer, range.first_head, range.last_head)};
+    }
     if (range.first_layer >= n_layers) return beyond("layer", " (codecs)", range.first_layer, n_layers);
     if (range.first_head >= n_heads) return beyond("KV head", " (codecs)", range.first_head, n_heads);
   }
@@ -145,6 +151,7 @@ Result<std::unique_ptr<Cache>> CacheImpl::Create(const CacheOptions& given) {
   cache->sequences_.resize(static_cast<size_t>(options.max_sequences));
   cache->scratch_.resize(StepScratchBytes(cells, options));
   cache->next_unit_ = std::make_unique<std::atomic<uint32_t>[]>(cells.layers.size());
+  cache->n_appended_ = std::make_unique<std::atomic<uint32_t>[]>(cells.layers.size());
   cache->workers_.resize(static_cast<size_t>(options.max_threads));
   for (Worker& worker : cache->workers_) worker.ring.resize(RingBytes(cells, options));
   return cache;
@@ -222,6 +229,7 @@ Result<SequenceId> CacheImpl::Fork(SequenceId parent_id) {
   child->n_shared = parent->n_shared;
   child->draft_from = parent->draft_from;
   child->approximate = parent->approximate;
+  child->pinned = parent->pinned;
   for (Block* block : child->blocks) CellMemory::AddRef(block);
   return id;
 }
@@ -460,7 +468,10 @@ void CacheImpl::PlanTiles() {
     }
     NoteReads(item);
   }
-  for (size_t i = 0; i < map.layers.size(); ++i) next_unit_[i].store(0, std::memory_order_relaxed);
+  for (size_t i = 0; i < map.layers.size(); ++i) {
+    next_unit_[i].store(0, std::memory_order_relaxed);
+    n_appended_[i].store(0, std::memory_order_relaxed);
+  }
 
   split_heads_ = 0;
   for (const LayerCells& layer : map.layers) split_heads_ = std::max<size_t>(split_heads_, layer.n_heads);
@@ -535,6 +546,7 @@ void CacheImpl::Abort() {
 
 Status CacheImpl::Commit() {
   if (!in_step_) return Status(StatusCode::kInvalidArgument, "Commit: no step has begun; call Begin first");
+  if (error_.ok()) error_ = CheckAllAppended();
   for (const StepSequence& item : step_) {
     if (!error_.ok()) break;
     error_ = memory_->EndReads(std::span(item.sequence->blocks).first(item.first_block));
@@ -548,6 +560,7 @@ Status CacheImpl::Commit() {
     for (StepBlock& step : item.blocks) {
       step.block->n_tokens = step.end;
       if (step.is_new) sequence.blocks.push_back(step.block);
+      step.block->pinned |= sequence.pinned;
       if (step.seals) memory_->Sealed(step.block);
     }
     sequence.approximate = sequence.approximate || item.approximate;
@@ -666,6 +679,10 @@ Status CacheImpl::SetRules(std::shared_ptr<const Rules> rules) {
   if (wanted.recent_blocks != options_.recent_blocks)
     return fixed(fmt::format("{} recent blocks", wanted.recent_blocks));
   KVCELL_RETURN_IF_ERROR(CheckRulesFit(wanted));
+  if (rules->ram_budget && rules->ram_budget != options_.rules->ram_budget &&
+      *rules->ram_budget != options_.ram_budget) {
+    return fixed(fmt::format("a RAM budget of {} bytes", *rules->ram_budget));
+  }
   if (IsElastic(*rules) && !IsElastic(*options_.rules)) {
     const uint64_t minimum = [&] {
       const MemoryShape shape = ShapeFor(memory_->map(), wanted);
@@ -692,9 +709,15 @@ Status CacheImpl::Pin(SequenceId id, bool pinned) {
   if (in_step_) return InStep("Pin");
   Sequence* sequence = Find(id);
   if (sequence == nullptr) return NoSequence(id);
-  for (Block* block : sequence->blocks) {
-    block->pinned = pinned;
+  sequence->pinned = pinned;
+  for (size_t b = 0; b < sequence->blocks.size(); ++b) {
+    Block* block = sequence->blocks[b];
     block->stays_out = false;
+    block->pinned = pinned;
+    for (const auto& other : sequences_) {  // a fork's pin holds what both have
+      if (block->pinned || block->refs == 1) break;
+      block->pinned = other != nullptr && other->pinned && b < other->blocks.size() && other->blocks[b] == block;
+    }
   }
   return OkStatus();
 }
@@ -820,6 +843,11 @@ CacheStats CacheImpl::Stats() const {
   stats.failed_jobs = counters.failed_jobs;
   stats.saturated = saturated_.load(std::memory_order_relaxed);
   stats.not_finite = not_finite_.load(std::memory_order_relaxed);
+  if (store_ != nullptr) {
+    const StoreEvictions evictions = store_->Evictions();
+    stats.removed_sessions = static_cast<uint64_t>(evictions.sessions);
+    stats.removed_blocks = static_cast<uint64_t>(evictions.blocks);
+  }
   return stats;
 }
 

@@ -33,6 +33,7 @@ struct Sequence {
   int64_t draft_from = -1;           // tokens from here on are a guess that nobody else is given; -1: none
   // Read a coded cell where recent_blocks promised an exact one, or not all of its past: what follows is its own alone.
   bool approximate = false;
+  bool pinned = false;  // its cells stay in RAM, those to come too
   std::unique_ptr<Store::SessionLock> lock;
   std::string locked_name;
 };
@@ -183,6 +184,8 @@ class CacheImpl final : public Cache {
   // cache.cc: sequences and the frame of a step
   Sequence* Find(SequenceId id) const;
   Status CheckItems(std::span<const StepItem> items) const;
+  Status CheckLayer(std::string_view call, int layer) const;
+  Status CheckAllAppended() const;
   Status PlanSequence(const StepItem& item, int32_t first_row, int32_t* scratch, StepSequence* planned);
   Status MakeWritable(Sequence* sequence);
   void NoteReads(const StepSequence& item);
@@ -285,6 +288,7 @@ class CacheImpl final : public Cache {
   PrefixTree tree_;
   std::unique_ptr<SessionSave> save_;  // that a thread commits, or has committed; null: none
   Status save_error_;                  // of the last one, until somebody has been told
+  std::string save_error_name_;        // the session's
   uint64_t block_bytes_ = 0;           // of a sealed block's cells
 
   // The step under way.
@@ -297,7 +301,8 @@ class CacheImpl final : public Cache {
   int32_t step_rows_ = 0;
   int64_t n_steps_ = 0;
   std::vector<std::byte> scratch_;  // exact cells of blocks that begin and end within the step, one layer at a time
-  std::unique_ptr<std::atomic<uint32_t>[]> next_unit_;  // [n_layers] work handed out in AttendPart
+  std::unique_ptr<std::atomic<uint32_t>[]> n_appended_;  // [n_layers] heads of the step's blocks
+  std::unique_ptr<std::atomic<uint32_t>[]> next_unit_;   // [n_layers] work handed out in AttendPart
   Barrier barrier_;
   std::vector<Worker> workers_;  // [max_threads]
   std::mutex error_mutex_;

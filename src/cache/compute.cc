@@ -22,10 +22,16 @@ bool ReadsExactly(const Block& block, const CellEntry& cell) {
 void CacheImpl::Compute(int layer, const float* k, const float* v, const float* q, float* out, int part,
                         int n_parts) noexcept {
   if (!in_step_) return;
-  if (static_cast<size_t>(n_parts) > workers_.size()) {
-    KeepError(Status(StatusCode::kInvalidArgument,
-                     fmt::format("Compute in {} parts, but max_threads is {}; raise it", n_parts, workers_.size())));
+  if (n_parts < 1 || static_cast<size_t>(n_parts) > workers_.size()) {
+    KeepError(Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("Compute in {} parts, but 1..max_threads = {} are allowed; raise it", n_parts, workers_.size())));
     return;
+  }
+  if (Status status = CheckLayer("Compute", layer); !status.ok()) return KeepError(std::move(status));
+  if (part < 0 || part >= n_parts) {
+    KeepError(Status(StatusCode::kInvalidArgument, fmt::format("Compute of part {} of {}", part, n_parts)));
+    return barrier_.Await(barrier_.Arrive(n_parts));  // the other parts wait for this one
   }
   try {
     AppendPart(layer, k, v, part, n_parts);
@@ -43,14 +49,37 @@ void CacheImpl::Compute(int layer, const float* k, const float* v, const float* 
 
 Status CacheImpl::Append(int layer, const float* k, const float* v) {
   if (!in_step_) return Status(StatusCode::kInvalidArgument, "Append: no step has begun; call Begin first");
+  KVCELL_RETURN_IF_ERROR(CheckLayer("Append", layer));
   AppendPart(layer, k, v, 0, 1);
   return error_;
 }
 
 Status CacheImpl::Attend(int layer, const float* q, float* out) {
   if (!in_step_) return Status(StatusCode::kInvalidArgument, "Attend: no step has begun; call Begin first");
+  KVCELL_RETURN_IF_ERROR(CheckLayer("Attend", layer));
   AttendPart(layer, q, out, 0, std::nullopt);
   return error_;
+}
+
+Status CacheImpl::CheckLayer(std::string_view call, int layer) const {
+  const size_t n = memory_->map().layers.size();
+  if (layer >= 0 && static_cast<size_t>(layer) < n) return OkStatus();
+  return {StatusCode::kInvalidArgument, fmt::format("{} of layer {}, but the geometry has 0..{}", call, layer, n - 1)};
+}
+
+// A cell that nothing was written to holds what somebody else left there.
+Status CacheImpl::CheckAllAppended() const {
+  const auto& layers = memory_->map().layers;
+  size_t n_blocks = 0;
+  for (const StepSequence& item : step_) n_blocks += item.blocks.size();
+  for (size_t layer = 0; layer < layers.size(); ++layer) {
+    if (n_appended_[layer].load(std::memory_order_relaxed) == n_blocks * layers[layer].n_heads) continue;
+    return {StatusCode::kInvalidArgument,
+            fmt::format("layer {} of the step was not appended exactly once; Compute or Append every layer, all parts, "
+                        "before Commit",
+                        layer)};
+  }
+  return OkStatus();
 }
 
 void CacheImpl::KeepError(Status status) {
@@ -62,13 +91,17 @@ void CacheImpl::AppendPart(int layer_index, const float* k, const float* v, int 
   const LayerCells& layer = memory_->map().layers[static_cast<size_t>(layer_index)];
   SanitizeCounts counts;
   int unit = 0;
+  uint32_t n_mine = 0;
   for (const StepSequence& item : step_) {
     for (const StepBlock& step : item.blocks) {
       for (uint16_t head = 0; head < layer.n_heads; ++head) {
-        if (unit++ % n_parts == part) AppendBlock(layer, layer_index, step, head, k, v, &counts);
+        if (unit++ % n_parts != part) continue;
+        AppendBlock(layer, layer_index, step, head, k, v, &counts);
+        ++n_mine;
       }
     }
   }
+  n_appended_[static_cast<size_t>(layer_index)].fetch_add(n_mine, std::memory_order_relaxed);
   if (counts.saturated != 0) saturated_.fetch_add(counts.saturated, std::memory_order_relaxed);
   if (counts.not_finite != 0) not_finite_.fetch_add(counts.not_finite, std::memory_order_relaxed);
 }

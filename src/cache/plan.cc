@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
 #include <thread>
 
 #include "base/memory_probe.h"
@@ -78,6 +79,36 @@ CacheOptions WithDefaults(CacheOptions options) {
   return options;
 }
 
+namespace {
+constexpr uint64_t kMostBudget = uint64_t{1} << 46;
+
+Status CheckRope(const CacheOptions& options) {
+  if (options.rope.empty()) return OkStatus();
+  const auto refused = [](size_t layer, std::string_view what) {
+    return Status(StatusCode::kInvalidArgument, fmt::format("rope[{}]: {}", layer, what));
+  };
+  if (options.rope.size() != options.geometry.size()) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("rope has {} layers, but the geometry {}", options.rope.size(), options.geometry.size())};
+  }
+  for (size_t i = 0; i < options.rope.size(); ++i) {
+    const RopeSpec& rope = options.rope[i];
+    const auto finite = [](float value) { return std::isfinite(value); };
+    if (!(rope.base > 0) || !std::isfinite(rope.base) || !finite(rope.scale)) {
+      return refused(i, "base must be above 0, and base and scale finite");
+    }
+    const auto half = static_cast<size_t>(options.geometry[i].head_dim_k / 2);
+    if (!rope.factors.empty() && rope.factors.size() != half) {
+      return refused(i, fmt::format("{} factors, but must be none or {}, half of head_dim", rope.factors.size(), half));
+    }
+    if (!std::ranges::all_of(rope.factors, [&](float f) { return finite(f) && f != 0; })) {
+      return refused(i, "factors must be finite and not 0");
+    }
+  }
+  return OkStatus();
+}
+}  // namespace
+
 Status CheckOptions(const CacheOptions& options) {
   const auto range = [](std::string_view field, int64_t value, int64_t low, int64_t high) {
     if (value >= low && value <= high) return OkStatus();
@@ -88,6 +119,15 @@ Status CheckOptions(const CacheOptions& options) {
   KVCELL_RETURN_IF_ERROR(range("max_sequences", options.max_sequences, 1, 65536));
   KVCELL_RETURN_IF_ERROR(range("prefix_roots", options.prefix_roots, 1, 65536));
   KVCELL_RETURN_IF_ERROR(range("max_threads", options.max_threads, 0, 1024));
+  KVCELL_RETURN_IF_ERROR(range("ttl_seconds", options.ttl_seconds, 0, int64_t{1} << 40));
+  KVCELL_RETURN_IF_ERROR(CheckRope(options));
+  // More address space than a process has: 0 is what stands for "no limit".
+  if (options.ram_budget > kMostBudget) {
+    return {StatusCode::kInvalidArgument,
+            fmt::format("ram_budget is {} bytes, but must be at most {}; 0 takes as much as "
+                        "the context does",
+                        options.ram_budget, kMostBudget)};
+  }
   return range("durability", options.durability, 0, 2);
 }
 
@@ -167,6 +207,7 @@ Result<MemoryPlan> PlanMemory(const CacheOptions& given, int64_t context, int32_
   const MemoryShape smallest = ShapeFor(*map, options);
   // The cache asks for a whole step's room however short the context.
   plan.minimum = smallest.fixed_bytes + plan.scratch + smallest.minimum_coded;
+  plan.total = std::max(plan.total, plan.minimum);
   plan.f16 = F16Bytes(options.geometry, context * n_sequences);
   return plan;
 }

@@ -195,8 +195,8 @@ void CacheImpl::Adopt(SessionSave* save) {
 
 Status CacheImpl::Save(SequenceId id, const std::string& name, std::span<const float> logits, const std::string& extras,
                        std::optional<uint8_t> durability) {
-  EndSave();  // what comes later holds more, and its error is this call's
-  save_error_ = OkStatus();
+  EndSave();
+  if (save_error_name_ == name) save_error_ = OkStatus();  // what comes later holds more, and its error is this call's
   auto save = PackSession(id, name, logits, extras, durability);
   if (!save) return save.error();
   KVCELL_RETURN_IF_ERROR(store_->Commit(&(*save)->record, memory_->map().shapes.data(), &(*save)->given_up));
@@ -237,6 +237,7 @@ void CacheImpl::EndSave() {
   if (save->thread.joinable()) save->thread.join();
   if (save->status.ok()) Adopt(save.get());
   save_error_ = save->status;
+  save_error_name_ = save->record.name;
   Sequence holder;
   holder.blocks = save->blocks;
   ReleaseFrom(&holder, 0);
@@ -253,7 +254,10 @@ Result<size_t> CacheImpl::BringBack(const SessionRecord& record, Sequence* seque
     block->tokens = stored.tokens;
     block->key = stored.key;
     block->generation = stored.generation;  // the key of a block that depends on memory is made of it too
-    if (KeyOf(*block) != stored.key ||
+    // A block of the session's own may have been made under rules that were exchanged since: its key is what its row
+    // and its cells say.
+    const bool own = b >= record.n_shared;
+    if ((!own && KeyOf(*block) != stored.key) ||
         !std::equal(stored.tokens.begin(), stored.tokens.end(),
                     record.tokens.begin() + static_cast<std::ptrdiff_t>(b * kBlockTokens))) {
       *note = fmt::format("block {} of the session has another key than its tokens make", b);
@@ -311,6 +315,7 @@ Result<int64_t> CacheImpl::CutToSound(SequenceId id, std::string* note) {
     while (end < sound && memory_->InStoreOnly(*blocks[end])) ++end;
     const auto checked = memory_->Recover(blocks.subspan(begin, end - begin), kFullLayers, /*keep=*/false);
     if (checked.n_sound < end - begin) {
+      if (checked.damage.code() != StatusCode::kCorruption) return Fail(checked.damage);  // it may be read later
       if (note != nullptr) *note = checked.damage.message();
       sound = begin + checked.n_sound;
     }

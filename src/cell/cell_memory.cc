@@ -577,6 +577,11 @@ Result<std::vector<BlockPlace>> CellMemory::WriteExtent(std::span<Block* const> 
                                              Encode(*blocks[b], *layer, h, made.data());
                                              return static_cast<const std::byte*>(made.data());
                                            });
+  if (places && places->size() != blocks.size()) {
+    for (const BlockPlace& place : *places) options_.tier->DestroyCells(place);
+    return Fail(StatusCode::kInternal, fmt::format("tier '{}' gave {} places to {} blocks", options_.tier->TierName(),
+                                                   places->size(), blocks.size()));
+  }
   if (places) file_bytes_.fetch_add(bytes, std::memory_order_relaxed);
   return places;
 }

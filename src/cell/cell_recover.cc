@@ -29,7 +29,8 @@ CellMemory::Recovered CellMemory::Recover(std::span<Block* const> blocks, CellGr
     const size_t begin = result.n_sound;
     if (!blocks[begin]->places[group]) {
       result.damage = Status(StatusCode::kCorruption,
-                             fmt::format("the cells at position {} are not in the store", blocks[begin]->position));
+                             fmt::format("the cells at position {} are not in the store: they were evicted, or lost",
+                                         blocks[begin]->position));
       return result;
     }
     size_t end = begin + 1;

@@ -5,16 +5,12 @@
 
 #include <algorithm>
 #include <array>
-#include <cerrno>
-#include <cstring>
-#include <filesystem>
-#include <fstream>
 #include <functional>
 #include <limits>
-#include <sstream>
 #include <utility>
 #include <vector>
 
+#include "base/text_file.h"
 #include "cell/rules_file.h"
 #include "cell/yaml_document.h"
 
@@ -59,12 +55,6 @@ class Parser {
 
   RulesCheck Run(std::string_view text) {
     try {
-      // A reload reads the file between two steps.
-      if (text.size() > kMostBytes) {
-        Error(1, fmt::format("the file has {} bytes and rules at most {}; is it the right file?", text.size(),
-                             kMostBytes));
-        return std::move(check_);
-      }
       const YAML::Node root = LoadYamlDocument(std::string(text));
       if (root.IsNull()) {
         Error(1, "the file is empty; `kvcell rules show balanced` prints one to start from");
@@ -89,7 +79,6 @@ class Parser {
 
  private:
   using Field = std::pair<std::string_view, std::function<void(const YAML::Node&)>>;
-  static constexpr size_t kMostBytes = size_t{1} << 20;
 
   void Error(int line, std::string message) { check_.errors.push_back({line, std::move(message)}); }
   void Warn(int line, std::string message) { check_.warnings.push_back({line, std::move(message)}); }
@@ -784,18 +773,8 @@ Result<std::shared_ptr<const Rules>> ParseRules(std::string_view text, const std
 }
 
 Result<std::shared_ptr<const Rules>> LoadRules(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  const int error = errno;
-  std::stringstream text;
-  if (!file) {
-    return Fail(error == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
-                fmt::format("{}: the rule file can't be read: {}", path, std::strerror(error)));
-  }
-  std::error_code ignored;
-  if (!(text << file.rdbuf()) && std::filesystem::is_directory(path, ignored)) {  // an empty file is told by its parser
-    return Fail(StatusCode::kIoError, fmt::format("{}: the rule file can't be read: it is a directory", path));
-  }
-  return ParseRules(text.str(), path);
+  const auto text = ReadTextFile(path, kMostSettingsBytes);
+  return text ? ParseRules(*text, path) : Fail(text.error());
 }
 
 const std::shared_ptr<const Rules>& DefaultRules() {

@@ -8,10 +8,10 @@
 
 namespace kvcell {
 
-// The document in `text`; null when there is none. Throws YAML::Exception (its mark says where) for what is no YAML,
+// The document in `given`; null when there is none. Throws YAML::Exception (its mark says where) for what is no YAML,
 // and where more follows the document. `YAML::LoadAll` is no way to find that out: it never ends on text such as ",a:
 // b" (yaml-cpp 0.7).
-YAML::Node LoadYamlDocument(const std::string& text);
+YAML::Node LoadYamlDocument(const std::string& given);
 
 }  // namespace kvcell
 

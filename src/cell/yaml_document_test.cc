@@ -38,5 +38,13 @@ TEST(YamlDocument, StrayTextIsRefusedAndEnds) {
   EXPECT_TRUE(RefusedAt("? ,\n"));
 }
 
+TEST(YamlDocument, WhatIsNoTextOrHasNoEndIsRefused) {
+  EXPECT_EQ(RefusedAt(std::string("a: 1\nb: \0c\n", 11)), 2);
+  EXPECT_TRUE(RefusedAt("a: \"x\nrules:\n  - b\n"));
+  EXPECT_TRUE(RefusedAt("a: 'x\nrules:\n  - b\n\n"));
+  EXPECT_TRUE(RefusedAt("a: " + std::string(100'000, '[')));
+  EXPECT_EQ(LoadYamlDocument("a: \"x\"\n\n")["a"].Scalar(), "x");
+}
+
 }  // namespace
 }  // namespace kvcell

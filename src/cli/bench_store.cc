@@ -4,10 +4,10 @@
 #include <string>
 #include <utility>
 
+#include "base/text_file.h"
 #include "cli/bench_rows.h"
 #include "cli/commands.h"
 #include "cli/output.h"
-#include "cli/text_file.h"
 
 namespace kvcell::cli {
 namespace {

@@ -3,12 +3,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cerrno>
-#include <cstring>
-#include <fstream>
-#include <sstream>
 #include <utility>
 
+#include "base/text_file.h"
 #include "cell/yaml_document.h"
 
 namespace kvcell::cli {
@@ -36,17 +33,11 @@ Result<std::string> ScalarText(const std::string& path, const std::string& name,
 }  // namespace
 
 Result<std::vector<ConfigEntry>> ReadConfigFile(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  std::stringstream text;
-  // An empty file makes `<<` fail, and is no error.
-  if (file && file.peek() != std::ifstream::traits_type::eof()) text << file.rdbuf();
-  if (!file.is_open() || file.bad() || text.fail()) {
-    return Fail(errno == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
-                fmt::format("{}: the configuration file can't be read: {}", path, std::strerror(errno)));
-  }
+  const auto text = ReadTextFile(path, kMostSettingsBytes);
+  if (!text) return Fail(text.error());
   std::vector<ConfigEntry> entries;
   try {
-    const YAML::Node root = LoadYamlDocument(text.str());
+    const YAML::Node root = LoadYamlDocument(*text);
     if (root.IsNull()) return entries;
     if (!root.IsMap()) {
       return Fail(StatusCode::kInvalidArgument, fmt::format("{}:1: expected lines such as `ram-budget: 1GiB`", path));

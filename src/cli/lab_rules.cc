@@ -4,12 +4,12 @@
 #include <string>
 #include <utility>
 
+#include "base/text_file.h"
 #include "cell/rules.h"
 #include "cli/bench_rows.h"
 #include "cli/commands.h"
 #include "cli/interrupt.h"
 #include "cli/output.h"
-#include "cli/text_file.h"
 #include "cli/units.h"
 #include "lab/bench_overhead.h"
 #include "lab/stream.h"

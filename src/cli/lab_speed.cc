@@ -9,10 +9,10 @@
 #include <vector>
 
 #include "attention/attention.h"
+#include "base/text_file.h"
 #include "cli/commands.h"
 #include "cli/interrupt.h"
 #include "cli/output.h"
-#include "cli/text_file.h"
 #include "cli/units.h"
 #include "lab/experiments.h"
 #include "lab/growth.h"

@@ -7,10 +7,10 @@
 #include <utility>
 #include <vector>
 
+#include "base/text_file.h"
 #include "cli/commands.h"
 #include "cli/interrupt.h"
 #include "cli/output.h"
-#include "cli/text_file.h"
 #include "cli/units.h"
 #include "lab/codec_error.h"
 #include "lab/kv_data.h"

@@ -20,6 +20,7 @@ namespace kvcell::cli {
 namespace {
 
 constexpr int64_t kMaxContext = int64_t{1} << 31;
+constexpr uint64_t kLeastDiskCap = uint64_t{1} << 20;
 
 template <typename T>
 Status SetInteger(const std::string& text, int64_t low, int64_t high, T* value) {
@@ -334,9 +335,16 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--disk-cap",
        .type = "SIZE",
        .shown_default = "none",
-       .help = "most bytes of the store's files, what is there already counts; before it is passed, sessions that were "
-               "not used for the longest lose their cells, from their end, and are computed again when asked for",
-       .set = [](const std::string& t, Options* o) { return SetSize(t, &o->disk_cap); }},
+       .help = "most bytes of the store's files, 1MiB and more, what is there already counts; before it is passed, "
+               "sessions that were not used for the longest lose cells, from their end, which are computed again when "
+               "asked for, and at last are removed whole",
+       .set = [](const std::string& t, Options* o) -> Status {
+         KVCELL_RETURN_IF_ERROR(SetSize(t, &o->disk_cap));
+         if (o->disk_cap == 0 || o->disk_cap >= kLeastDiskCap) return OkStatus();
+         return {StatusCode::kInvalidArgument,
+                 fmt::format("'{}' is {} bytes, and a store takes at least {}; a unit such as GiB may be missing", t,
+                             o->disk_cap, FormatSize(kLeastDiskCap))};
+       }},
       {.name = "ttl",
        .flags = "--ttl",
        .type = "TIME",

@@ -6,10 +6,10 @@
 #include <string>
 #include <utility>
 
+#include "base/text_file.h"
 #include "cell/promela.h"
 #include "cli/commands.h"
 #include "cli/output.h"
-#include "cli/text_file.h"
 #include "cli/units.h"
 #include "lab/simulate.h"
 
@@ -18,7 +18,7 @@ namespace {
 
 // A rule file's text; a profile's where there is no such file but a profile of that name.
 Result<std::string> RuleText(const std::string& path) {
-  auto text = ReadTextFile(path);
+  auto text = ReadTextFile(path, kMostSettingsBytes);
   if (!text && text.error().code() == StatusCode::kNotFound && !ProfileText(path).empty()) {
     return std::string(ProfileText(path));
   }
@@ -103,6 +103,9 @@ int RulesSimulateCommand(const Options& options, const std::string& path) {
     simulate.trace = *std::move(trace);
   }
   const auto rows = SimulateRules(simulate);
+  if (!rows && options.file) {
+    return Failed(Status(rows.error().code(), fmt::format("{}: {}", *options.file, rows.error().message())));
+  }
   if (!rows) return Failed(rows.error());
   if (options.json) {
     Json list = Json::array();

@@ -6,13 +6,13 @@
 #include <string>
 #include <utility>
 
+#include "base/text_file.h"
 #include "cli/commands.h"
 #include "cli/conversation.h"
 #include "cli/engine.h"
 #include "cli/interrupt.h"
 #include "cli/output.h"
 #include "cli/report.h"
-#include "cli/text_file.h"
 #include "cli/units.h"
 
 namespace kvcell::cli {

@@ -98,11 +98,20 @@ int SessionsShowCommand(const Options& options, const std::string& name) {
 int SessionsRemoveCommand(const Options& options, const std::vector<std::string>& names, bool erase) {
   const Result<std::unique_ptr<Store>> store = OpenStore(options, StoreUse::kChange);
   if (!store) return Failed(store.error());
+  // One that can't be removed does not keep the others.
+  std::vector<std::string> removed;
+  Status trouble;
   for (const std::string& name : names) {
-    if (const Status status = (*store)->Remove(name, erase); !status.ok()) return Failed(status);
+    const Status status = (*store)->Remove(name, erase);
+    if (status.ok()) {
+      removed.push_back(name);
+      continue;
+    }
+    if (!trouble.ok()) PrintError(trouble);
+    trouble = status;
   }
-  if (options.json) PrintJson({{"removed", names}, {"erased", erase}});
-  return 0;
+  if (options.json) PrintJson({{"removed", removed}, {"erased", erase}});
+  return trouble.ok() ? 0 : Failed(trouble);
 }
 
 int SessionsExportCommand(const Options& options, const std::string& name, const std::string& path) {

@@ -35,8 +35,13 @@ Status LockWithPid(const File& file, const std::string& what) {
   const auto locked = file.TryLock(0, 1, LockKind::kExclusive);
   if (!locked) return locked.error();
   if (!*locked) {
-    return Status(StatusCode::kBusy, fmt::format("{} is in use by {}: try again when it has ended, or use another name",
-                                                 what, HolderOf(file)));
+    const std::string holder = HolderOf(file);
+    if (holder == fmt::format("process {}", ::getpid())) {
+      return Status(StatusCode::kBusy,
+                    fmt::format("{} is in use by this process itself: free what holds it, or use another name", what));
+    }
+    return Status(StatusCode::kBusy,
+                  fmt::format("{} is in use by {}: try again when it has ended, or use another name", what, holder));
   }
   const std::string pid = fmt::format("{}\n", ::getpid());
   (void)file.Truncate(0);  // the lock is what counts; without a number (a full disk) others name no process

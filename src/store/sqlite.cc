@@ -87,7 +87,8 @@ Status Database::Failed(int code) const {
       return status(StatusCode::kIoError, "there is too little memory");
     case SQLITE_IOERR:
       if (code == SQLITE_IOERR_CORRUPTFS) return status(StatusCode::kCorruption, "check the file system");
-      return status(StatusCode::kIoError, "check the disk, what was stored before is intact");
+      return status(StatusCode::kIoError,
+                    "check that the disk works and is not full; `kvcell store verify` tells what is intact");
     case SQLITE_TOOBIG:
       return status(StatusCode::kInvalidArgument, "the session's exact part is too large to store");
     default:

@@ -469,6 +469,14 @@ Status StoreImpl::CheckRecord(const SessionRecord& record) const {
   return OkStatus();
 }
 
+namespace {
+// What a session takes in the index, about: its data, which is by far the most.
+uint64_t RowBytes(const SessionRecord& record) {
+  return record.tokens.size() * sizeof(Token) + record.exact.size() + record.logits.size() * sizeof(float) +
+         record.extras.size() + record.sinks.size();
+}
+}  // namespace
+
 Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2], std::vector<BlockPlace>* given_up) {
   KVCELL_RETURN_IF_ERROR(CheckRecord(*record));
   const auto session_lock = LockUnlessHeld(record->name);
@@ -476,6 +484,7 @@ Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2], st
   const std::lock_guard lock(mutex_);
   const auto revision = NextGenerationLocked();
   if (!revision) return revision.error();
+  KVCELL_RETURN_IF_ERROR(MakeRoom(RowBytes(*record)));
   const Durability durability = record->durability.value_or(options_.durability);
   if (durability == Durability::kPower) KVCELL_RETURN_IF_ERROR(segments_->SyncAppended());
   KVCELL_RETURN_IF_ERROR(index_->SetDurability(durability));

@@ -178,6 +178,11 @@ struct DamagedCell {
   std::string what;
 };
 
+struct StoreEvictions {
+  int64_t sessions = 0;  // removed whole
+  int64_t blocks = 0;    // of these and, from their end, of others
+};
+
 struct StoreStats {
   int64_t sessions = 0, blocks = 0, cells = 0;
   int64_t segment_bytes = 0;                         // of the segment files
@@ -283,6 +288,8 @@ class Store : public CellTier {
   static Status Destroy(const std::string& directory, bool erase);
 
   virtual Result<StoreStats> Stats() = 0;
+  // What this object has taken from sessions for its cap or time to live.
+  virtual StoreEvictions Evictions() const = 0;
   // Checks every row, header and cell; never changes anything.
   virtual Result<std::vector<DamagedCell>> Verify(const CellVerifier& verifier) = 0;
 };

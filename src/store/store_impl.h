@@ -1,6 +1,7 @@
 // The store itself: the index, the segments and the locks put together. Private to this layer.
 #pragma once
 
+#include <atomic>
 #include <condition_variable>
 #include <map>
 #include <memory>
@@ -70,6 +71,7 @@ class StoreImpl final : public Store {
                   std::function<void(const DamagedCell&)> found) override;
 
   Result<StoreStats> Stats() override;
+  StoreEvictions Evictions() const override { return {evicted_sessions_, evicted_of_sessions_}; }
   Result<std::vector<DamagedCell>> Verify(const CellVerifier& verifier) override;
 
  private:
@@ -221,9 +223,10 @@ class StoreImpl final : public Store {
   File in_use_;
   Head head_;
   uint64_t lost_commits_ = 0;  // that the head knows and the index doesn't
-  int64_t evicted_sessions_ = 0;
-  int64_t evicted_blocks_ = 0;
-  int64_t next_expiry_ = 0;  // unix seconds: when to look for expired sessions again
+  std::atomic<int64_t> evicted_sessions_ = 0;
+  std::atomic<int64_t> evicted_of_sessions_ = 0;  // blocks
+  int64_t evicted_blocks_ = 0;                    // of prefixes too
+  int64_t next_expiry_ = 0;                       // unix seconds: when to look for expired sessions again
 
   std::mutex scrub_mutex_;
   std::condition_variable scrub_wake_;

@@ -1,4 +1,4 @@
-#include "cli/text_file.h"
+#include "base/text_file.h"
 
 #include <fmt/format.h>
 
@@ -7,12 +7,8 @@
 #include <cstring>
 #include <memory>
 
-#include "cli/units.h"
-
-namespace kvcell::cli {
+namespace kvcell {
 namespace {
-
-constexpr size_t kMaxTextBytes = size_t{64} << 20;  // far beyond any context; ends a prompt that never ends
 
 struct FileCloser {
   void operator()(std::FILE* file) const {
@@ -22,7 +18,7 @@ struct FileCloser {
 
 }  // namespace
 
-Result<std::string> ReadTextFile(const std::string& path) {
+Result<std::string> ReadTextFile(const std::string& path, size_t most) {
   const std::unique_ptr<std::FILE, FileCloser> file(path == "-" ? stdin : std::fopen(path.c_str(), "rb"));
   if (file == nullptr) {
     return Fail(errno == ENOENT ? StatusCode::kNotFound : StatusCode::kIoError,
@@ -32,9 +28,9 @@ Result<std::string> ReadTextFile(const std::string& path) {
   std::string buffer(size_t{1} << 16, '\0');
   size_t n = 0;
   while ((n = std::fread(buffer.data(), 1, buffer.size(), file.get())) > 0) {
-    if (text.size() + n > kMaxTextBytes) {
+    if (text.size() + n > most) {
       return Fail(StatusCode::kInvalidArgument,
-                  fmt::format("{}: the text is larger than {}; shorten it", path, FormatSize(kMaxTextBytes)));
+                  fmt::format("{}: the text is larger than {} MiB; is it the right file?", path, most >> 20));
     }
     text.append(buffer, 0, n);
   }
@@ -44,4 +40,4 @@ Result<std::string> ReadTextFile(const std::string& path) {
   return text;
 }
 
-}  // namespace kvcell::cli
+}  // namespace kvcell

@@ -1,0 +1,18 @@
+// Reads what a user names as a text: a file, or standard input.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "kvcell/status.h"
+
+namespace kvcell {
+
+inline constexpr size_t kMostPromptBytes = size_t{64} << 20;   // far beyond any context
+inline constexpr size_t kMostSettingsBytes = size_t{1} << 20;  // of rules and options: a reload reads between two steps
+
+// The whole text of `path`, `-` for standard input. kNotFound, kIoError, kInvalidArgument where it is larger than
+// `most` bytes, of which no more are read: a device may have no end.
+Result<std::string> ReadTextFile(const std::string& path, size_t most = kMostPromptBytes);
+
+}  // namespace kvcell
