@@ -1,5 +1,6 @@
 // Cold = chunked = forked = trimmed = batched = threaded, and all of them close to plain attention over the same
 // values.
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -12,6 +13,7 @@ namespace kvcell {
 namespace {
 
 using ::testing::Eq;
+using ::testing::HasSubstr;
 
 std::vector<std::vector<float>> Cold(const CacheOptions& options, std::span<const Token> tokens,
                                      const std::vector<size_t>& chunks = {512}) {
@@ -357,6 +359,53 @@ TEST(Cache, WrongUseIsAnErrorAndChangesNothing) {
   EXPECT_EQ(cache->Length(sequence), 0);
 }
 
+TEST(Cache, LayersAndPartsThatAreNoneAreErrorsOfTheStep) {
+  auto options = MadeOptions("i4");
+  options.max_threads = 2;
+  auto cache = OpenOrDie(options);
+  const SequenceId sequence = cache->Create().value();
+  const auto tokens = MadeTokens(4);
+  const StepItem item{sequence, tokens};
+  const std::vector<float> k(1024), q(2048);
+  std::vector<float> out(2048);
+  for (const int layer : {-1, 2, 1000}) {
+    ASSERT_TRUE(cache->Begin({&item, 1}).ok());
+    EXPECT_EQ(cache->Append(layer, k.data(), k.data()).code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(cache->Attend(layer, q.data(), out.data()).code(), StatusCode::kInvalidArgument);
+    cache->Compute(layer, k.data(), k.data(), q.data(), out.data());
+    EXPECT_THAT(cache->Commit().message(), HasSubstr("the geometry has 0..1"));
+  }
+  for (const auto& [part, n_parts] : {std::pair(0, 0), {0, 3}, {-1, 1}, {1, 1}, {0, -1}}) {
+    ASSERT_TRUE(cache->Begin({&item, 1}).ok());
+    cache->Compute(0, k.data(), k.data(), q.data(), out.data(), part, n_parts);
+    EXPECT_EQ(cache->Commit().code(), StatusCode::kInvalidArgument) << part << " of " << n_parts;
+  }
+  EXPECT_EQ(cache->Length(sequence), 0);
+}
+
+// Its cells would hold what a sequence that is gone has left there.
+TEST(Cache, AStepWithoutAllItsLayersIsNoStep) {
+  auto cache = OpenOrDie(MadeOptions("i4"));
+  const SequenceId sequence = cache->Create().value();
+  const auto tokens = MadeTokens(70);
+  const StepItem item{sequence, tokens};
+  const std::vector<float> k(70 * 128), q(70 * 256);
+  std::vector<float> out(70 * 256);
+  for (int n_layers = 0; n_layers < 2; ++n_layers) {
+    ASSERT_TRUE(cache->Begin({&item, 1}).ok());
+    for (int l = 0; l < n_layers; ++l) cache->Compute(l, k.data(), k.data(), q.data(), out.data());
+    const Status status = cache->Commit();
+    EXPECT_EQ(status.code(), StatusCode::kInvalidArgument);
+    EXPECT_THAT(status.message(), HasSubstr(fmt::format("layer {}", n_layers)));
+  }
+  ASSERT_TRUE(cache->Begin({&item, 1}).ok());
+  for (const int l : {0, 0, 1}) cache->Compute(l, k.data(), k.data(), q.data(), out.data());
+  EXPECT_EQ(cache->Commit().code(), StatusCode::kInvalidArgument) << "once each";
+  EXPECT_EQ(cache->Length(sequence), 0);
+  Feed(cache.get(), sequence, tokens);
+  EXPECT_EQ(cache->Length(sequence), 70);
+}
+
 TEST(Cache, ABudgetTooSmallIsRefusedWithTheSmallestThatWorks) {
   auto options = MadeOptions("i4");
   options.ram_budget = 1000;
@@ -405,6 +454,12 @@ TEST(Cache, BadGeometryIsRefused) {
   EXPECT_TRUE(refused([](CacheOptions* o) { o->sinks = 65; }));
   EXPECT_TRUE(refused([](CacheOptions* o) { o->max_step_tokens = 0; }));
   EXPECT_TRUE(refused([](CacheOptions* o) { o->recent_blocks = -1; }));
+  EXPECT_TRUE(refused([](CacheOptions* o) { o->ttl_seconds = -1; }));
+  EXPECT_TRUE(refused([](CacheOptions* o) { o->ram_budget = UINT64_MAX; }));
+  EXPECT_TRUE(refused([](CacheOptions* o) { o->rope.resize(1); }));
+  EXPECT_TRUE(refused([](CacheOptions* o) { o->rope.assign(2, {.factors = {1.0f}}); }));
+  EXPECT_TRUE(refused([](CacheOptions* o) { o->rope.assign(2, {.base = 0.0f, .factors = {}}); }));
+  EXPECT_TRUE(refused([](CacheOptions* o) { o->codec_ranges = {{.first_layer = 1, .last_layer = 0, .codec = {}}}; }));
 }
 
 }  // namespace

@@ -488,6 +488,53 @@ TEST(CacheRules, NewRulesThatDoNotShareTakeBackWhatWasShared) {
   EXPECT_EQ(Found(cache.get(), tokens), 0) << "it was computed with less than others would see";
 }
 
+TEST(CacheRules, ASessionSavedUnderNewRulesComesBackUnderThem) {
+  const auto window = Made(std::string(kWindow).substr(std::string("codec: f16\n").size()));
+  const auto balanced = ProfileRules("balanced").value(), elastic = ProfileRules("elastic").value();
+  const auto tokens = MadeTokens(700);
+  for (const auto& [before, after] : {std::pair(balanced, elastic), {elastic, balanced}, {balanced, window}}) {
+    TempDir store;
+    auto cache = OpenOrDie(UnderRules(before, 0, store.path()));
+    const SequenceId sequence = cache->Create().value();
+    Feed(cache.get(), sequence, std::span(tokens).first(400));
+    ASSERT_TRUE(cache->Save(sequence, "s", {}, "").ok());
+    const Status exchanged = cache->SetRules(after);
+    ASSERT_TRUE(exchanged.ok()) << exchanged.message();
+    Feed(cache.get(), sequence, std::span(tokens).subspan(400, 200));
+    ASSERT_TRUE(cache->Save(sequence, "s", {}, "").ok());
+    const auto expected = Feed(cache.get(), sequence, std::span(tokens).subspan(600));
+    cache.reset();
+    cache = OpenOrDie(UnderRules(after, 0, store.path()));
+    const auto opened = cache->OpenSession("s");
+    ASSERT_TRUE(opened) << opened.error().message();
+    EXPECT_EQ(opened->usable, 600) << after->name << ": " << opened->note;
+    if (before != elastic && after != elastic) {  // exact cells come back coded: near, not the same
+      EXPECT_EQ(Feed(cache.get(), opened->sequence, std::span(tokens).subspan(600)), expected) << after->name;
+    }
+  }
+}
+
+TEST(CacheRules, APinHoldsWhatIsToComeAndWhatAForkHasToo) {
+  TempDir store;
+  CacheOptions options = UnderRules(ProfileRules("balanced").value(), 0, store.path());
+  options.max_sequences = 2;
+  auto cache = OpenOrDie(options);
+  const SequenceId sequence = cache->Create().value();
+  ASSERT_TRUE(cache->Pin(sequence, true).ok());
+  Feed(cache.get(), sequence, MadeTokens(640));
+  EXPECT_FALSE(cache->Persist(sequence).ok()) << "cells that came after the pin";
+  const SequenceId fork = cache->Fork(sequence).value();
+  ASSERT_TRUE(cache->Pin(fork, false).ok());
+  EXPECT_FALSE(cache->Persist(fork).ok()) << "the other's pin holds them";
+  ASSERT_TRUE(cache->Pin(sequence, false).ok());
+  EXPECT_TRUE(cache->Persist(sequence).ok());
+}
+
+TEST(CacheRules, ANewRamBudgetIsRefused) {
+  auto cache = OpenOrDie(UnderRules(ProfileRules("balanced").value()));
+  EXPECT_THAT(cache->SetRules(Made("budgets: {ram: 1GiB}")).message(), HasSubstr("RAM budget"));
+}
+
 TEST(CacheRules, LayersAndHeadsThatTheModelHasNotAreRefused) {
   const std::string evict = "rules:\n - {event: EVICT, from: ACTIVE, to: EVICTED, when: {";
   const auto error = [](const std::string& text) {

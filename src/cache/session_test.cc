@@ -174,6 +174,34 @@ TEST(Session, ASaveBesideStepsThatFailsIsTold) {
   EXPECT_FALSE(cache->FinishSave().ok()) << "what Free waited for is told too";
 }
 
+TEST(Session, ASaveBesideThatFailedIsToldThoughAnotherSessionIsSaved) {
+  TempDir dir;
+  auto options = StoredOptions(dir.path());
+  options.max_sequences = 2;
+  auto cache = OpenOrDie(options);
+  const SequenceId one = cache->Create().value(), two = cache->Create().value();
+  Feed(cache.get(), one, MadeTokens(100));
+  Feed(cache.get(), two, MadeTokens(100, 2));
+  const auto rename = [&](const char* sql) {
+    sqlite3* database = nullptr;
+    ASSERT_EQ(sqlite3_open((dir.path() + "/store.db").c_str(), &database), SQLITE_OK);
+    ASSERT_EQ(sqlite3_exec(database, sql, nullptr, nullptr, nullptr), SQLITE_OK);
+    sqlite3_close(database);
+  };
+  const auto fail_one = [&] {
+    rename("ALTER TABLE sessions RENAME TO moved");
+    ASSERT_TRUE(cache->BeginSave(one, "one", {}, "", std::nullopt).ok());
+    (void)cache->Save(two, "two", {}, "");  // waits for it, and fails as well
+    rename("ALTER TABLE moved RENAME TO sessions");
+  };
+  fail_one();
+  ASSERT_TRUE(cache->Save(two, "two", {}, "").ok());
+  EXPECT_FALSE(cache->FinishSave().ok());
+  fail_one();
+  ASSERT_TRUE(cache->Save(one, "one", {}, "").ok());
+  EXPECT_TRUE(cache->FinishSave().ok()) << "a later save of the same holds more";
+}
+
 TEST(Session, SavedAgainAndAgainItAppendsOnlyWhatIsNew) {
   TempDir dir;
   const auto options = StoredOptions(dir.path());

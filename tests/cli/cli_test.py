@@ -202,6 +202,7 @@ class Config(CliTest):
         path = self.file("threads: [1, 2\n")
         self.refused("config", "show", "--config", path, code=2, words=[str(path)])
         self.refused("config", "show", "--config", self.home / "nope", code=1, words=["nope"])
+        self.refused("config", "show", "--config", "/dev/zero", code=2, words=["/dev/zero", "larger than"])
         self.refused("config", "show", code=2, words=["KVCELL_SINKS"], env={"KVCELL_SINKS": "65"})
 
     def test_an_empty_file_sets_nothing_and_a_name_may_stand_once(self):
@@ -794,6 +795,20 @@ class Stores(CliTest):
         self.assertEqual(other["reused_tokens"], 0)
         self.refused("sessions", "ls", "--store", self.store, "--namespace", "a/b", code=2, words=["--namespace"])
 
+    def test_a_cap_too_small_is_refused_before_anything_is_removed(self):
+        self.run_json("--raw", "-p", TEXT * 4, "-n", 1, "--session", "kept")
+        self.refused("run", "-m", MODEL, "-p", "x", "--store", self.store, "--session", "new", "--disk-cap", "10", code=2,
+                     words=["10 bytes", "GiB"])
+        self.assertIn("kept", self.names())
+
+    def test_sessions_rm_removes_what_is_there_and_names_the_others(self):
+        for name in ("a", "b"):
+            self.run_json("--raw", "-p", "x", "-n", 1, "--session", name)
+        done = self.call("sessions", "rm", "a", "nosuch", "b", "--store", self.store, "--json")
+        self.assertEqual((done.returncode, json.loads(done.stdout)["removed"]), (1, ["a", "b"]))
+        self.assertIn("nosuch", done.stderr)
+        self.assertEqual(self.names(), [])
+
     def test_the_cap_holds_and_what_was_lost_is_computed_again(self):
         # As much as some of these take: each its cells and an index row with the exact tail.
         for i in range(6):
@@ -803,6 +818,9 @@ class Stores(CliTest):
         self.run_json("--raw", "-p", "7 " + TEXT * 4, "-n", 1, "--session", "s7", "--disk-cap", cap)
         after = sum(p.stat().st_blocks * 512 for p in pathlib.Path(self.store).rglob("*") if p.is_file())
         self.assertLessEqual(after, cap)
+        told = self.call("run", "-m", MODEL, "--raw", "-p", "8 " + TEXT * 4, "-n", 1, "--store", self.store, "--session", "s8",
+                         "--disk-cap", cap)
+        self.assertIn("sessions were removed", told.stderr)
         self.assertIn("s7", self.names())
         self.assertNotIn("s0", self.names())
         self.assertEqual(self.json("store", "verify", "--store", self.store)["damaged"], [])

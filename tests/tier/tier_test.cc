@@ -114,6 +114,21 @@ TEST(Tier, OneThatDoesNotReadEndsTheStepAndTheNextOneGoesOn) {
             std::vector(RowsInRam().begin() + before, RowsInRam().end()));
 }
 
+TEST(Tier, WhatCanNotBeReadForNowIsNotCutOff) {
+  auto tier = std::make_shared<MemoryTier>();
+  auto cache = OpenOrDie(OverTier(tier));
+  const SequenceId sequence = cache->Create().value();
+  Feed(cache.get(), sequence, MadeTokens(kTokens), {64});
+  tier->Set({.read = StatusCode::kIoError});
+  std::string note;
+  const auto cut = cache->CutToSound(sequence, &note);
+  ASSERT_FALSE(cut);
+  EXPECT_EQ(cut.error().code(), StatusCode::kIoError);
+  EXPECT_EQ(cache->Length(sequence), kTokens);
+  tier->Set({});
+  EXPECT_EQ(cache->CutToSound(sequence, &note).value(), kTokens);
+}
+
 TEST(Tier, WhatComesBackWrongIsNeverAttended) {
   auto tier = std::make_shared<MemoryTier>();
   auto cache = OpenOrDie(OverTier(tier));
