@@ -7,5 +7,6 @@ wikitext="$ROOT/../shared/data/wikitext-2/wiki.test.txt"
 if [ -f "$wikitext" ]; then
   head -c 26000 "$wikitext" | sed '$d'
 else
-  cat "$ROOT/README.md" "$ROOT"/docs/*.md | head -c 21000 | sed '$d'
+  # Not `cat ... | head`: cat would end by SIGPIPE, and the script with it.
+  head -c 21000 <(cat "$ROOT/README.md" "$ROOT"/docs/*.md) | sed '$d'
 fi
