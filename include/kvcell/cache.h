@@ -252,10 +252,11 @@ class Cache {
   // Starts a step. Room for all its cells is found now, by moving older cells to the store if need be: kOutOfBudget or
   // kNoSpace change nothing. The step's rows are the items' tokens in order.
   virtual Status Begin(std::span<const StepItem> items) = 0;
-  // Appends K and V of the step's rows to layer `layer` and attends: k [n_rows, n_kv_heads, dk], v [n_rows, n_kv_heads,
-  // dv], q [n_rows, n_heads, dk] in f32, after RoPE; out [n_rows, n_heads, dv]. Layers in order, each once. To run on
-  // several threads, all of parts 0..n_parts-1 are called with the same arguments at the same time (they meet at a
-  // barrier inside). Errors are kept for Commit; out then means nothing.
+  // Every layer of every step; one that a sequence's first step leaves out may be left out for good, for callers that
+  // split the layers among caches. Appends K and V of the step's rows to layer `layer` and attends: k [n_rows,
+  // n_kv_heads, dk], v [n_rows, n_kv_heads, dv], q [n_rows, n_heads, dk] in f32, after RoPE; out [n_rows, n_heads, dv].
+  // Layers in order, each once. To run on several threads, all of parts 0..n_parts-1 are called with the same arguments
+  // at the same time (they meet at a barrier inside). Errors are kept for Commit; out then means nothing.
   virtual void Compute(int layer, const float* k, const float* v, const float* q, float* out, int part = 0,
                        int n_parts = 1) noexcept = 0;
   // The same in two calls, on one thread.

@@ -230,6 +230,7 @@ Result<SequenceId> CacheImpl::Fork(SequenceId parent_id) {
   child->draft_from = parent->draft_from;
   child->approximate = parent->approximate;
   child->pinned = parent->pinned;
+  child->left_out = parent->left_out;
   for (Block* block : child->blocks) CellMemory::AddRef(block);
   return id;
 }
@@ -546,7 +547,8 @@ void CacheImpl::Abort() {
 
 Status CacheImpl::Commit() {
   if (!in_step_) return Status(StatusCode::kInvalidArgument, "Commit: no step has begun; call Begin first");
-  if (error_.ok()) error_ = CheckAllAppended();
+  std::vector<bool> left_out;
+  if (error_.ok()) error_ = CheckLayersOf(&left_out);
   for (const StepSequence& item : step_) {
     if (!error_.ok()) break;
     error_ = memory_->EndReads(std::span(item.sequence->blocks).first(item.first_block));
@@ -563,7 +565,8 @@ Status CacheImpl::Commit() {
       step.block->pinned |= sequence.pinned;
       if (step.seals) memory_->Sealed(step.block);
     }
-    sequence.approximate = sequence.approximate || item.approximate;
+    sequence.approximate = sequence.approximate || item.approximate || !left_out.empty();
+    sequence.left_out = left_out;
     if (!item.draft) {
       sequence.draft_from = -1;
     } else if (sequence.draft_from < 0) {

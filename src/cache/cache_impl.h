@@ -33,7 +33,8 @@ struct Sequence {
   int64_t draft_from = -1;           // tokens from here on are a guess that nobody else is given; -1: none
   // Read a coded cell where recent_blocks promised an exact one, or not all of its past: what follows is its own alone.
   bool approximate = false;
-  bool pinned = false;  // its cells stay in RAM, those to come too
+  bool pinned = false;         // its cells stay in RAM, those to come too
+  std::vector<bool> left_out;  // layers that none of its steps appended; empty: none
   std::unique_ptr<Store::SessionLock> lock;
   std::string locked_name;
 };
@@ -185,7 +186,8 @@ class CacheImpl final : public Cache {
   Sequence* Find(SequenceId id) const;
   Status CheckItems(std::span<const StepItem> items) const;
   Status CheckLayer(std::string_view call, int layer) const;
-  Status CheckAllAppended() const;
+  // Which layers the step has left out; empty: none.
+  Status CheckLayersOf(std::vector<bool>* left_out) const;
   Status PlanSequence(const StepItem& item, int32_t first_row, int32_t* scratch, StepSequence* planned);
   Status MakeWritable(Sequence* sequence);
   void NoteReads(const StepSequence& item);

@@ -67,17 +67,33 @@ Status CacheImpl::CheckLayer(std::string_view call, int layer) const {
   return {StatusCode::kInvalidArgument, fmt::format("{} of layer {}, but the geometry has 0..{}", call, layer, n - 1)};
 }
 
-// A cell that nothing was written to holds what somebody else left there.
-Status CacheImpl::CheckAllAppended() const {
+// A cell that nothing was written to holds what somebody else left there: a layer that a sequence's first step leaves
+// out stays left out, and nobody attends to it.
+Status CacheImpl::CheckLayersOf(std::vector<bool>* left_out) const {
   const auto& layers = memory_->map().layers;
   size_t n_blocks = 0;
   for (const StepSequence& item : step_) n_blocks += item.blocks.size();
+  const auto wrong = [](size_t layer, std::string_view what) {
+    return Status(
+        StatusCode::kInvalidArgument,
+        fmt::format("layer {} of the step was {}; Compute or Append every layer, all its parts, once before Commit",
+                    layer, what));
+  };
+  left_out->clear();
   for (size_t layer = 0; layer < layers.size(); ++layer) {
-    if (n_appended_[layer].load(std::memory_order_relaxed) == n_blocks * layers[layer].n_heads) continue;
-    return {StatusCode::kInvalidArgument,
-            fmt::format("layer {} of the step was not appended exactly once; Compute or Append every layer, all parts, "
-                        "before Commit",
-                        layer)};
+    const uint32_t n = n_appended_[layer].load(std::memory_order_relaxed);
+    if (n == n_blocks * layers[layer].n_heads) continue;
+    if (n != 0) return wrong(layer, "appended in part or twice");
+    left_out->resize(layers.size());
+    (*left_out)[layer] = true;
+  }
+  for (const StepSequence& item : step_) {
+    const std::vector<bool>& before = item.sequence->left_out;
+    if (item.sequence->tokens.empty() || before == *left_out) continue;
+    for (size_t layer = 0; layer < layers.size(); ++layer) {
+      const bool was = !before.empty() && before[layer], is = !left_out->empty() && (*left_out)[layer];
+      if (was != is) return wrong(layer, is ? "left out" : "left out by the sequence's earlier steps");
+    }
   }
   return OkStatus();
 }
