@@ -108,8 +108,10 @@ constexpr LevelTable MakeLevelTable(int bits, SideSpec::Levels levels) {
   for (int i = 0; i < table.count; ++i) {
     const auto at = static_cast<size_t>(i);
     if (levels == SideSpec::Levels::kLloydMax) {
-      table.level[at] =
-          bits == 2 ? kLloydMax2[at] : bits == 3 ? kLloydMax3[at] : bits == 4 ? kLloydMax4[at] : kLloydMax5[at];
+      table.level[at] = bits == 2   ? kLloydMax2[at]
+                        : bits == 3 ? kLloydMax3[at]
+                        : bits == 4 ? kLloydMax4[at]
+                                    : kLloydMax5[at];
     } else {
       table.level[at] = static_cast<int8_t>(i - table.count / 2);
     }
