@@ -41,7 +41,7 @@ Status CheckRulesFit(const CacheOptions& options) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("rules `{}` keep evicted cells in the store, but there is none; name one", rules.name));
   }
-  if (!rules.windows.empty() && options.rope.size() != options.geometry.size()) {
+  if (!rules.windows.empty() && options.rope.empty()) {
     return Status(StatusCode::kInvalidArgument,
                   fmt::format("rules `{}` cut the past to a window, which needs to know how the model turns positions; "
                               "give CacheOptions::rope for each layer",

@@ -41,6 +41,9 @@ std::vector<AttentionShape> ShapesOf(const Options& options) {
   return shapes;
 }
 
+// ggml's K and V lie in RAM for every shape.
+bool InFile(const AttentionBenchRow& row) { return row.shape.in_file && row.engine == "kvcell"; }
+
 const char* PhaseOf(const AttentionBenchRow& row) { return row.shape.queries == 1 ? "decode" : "prefill"; }
 
 Json AttentionJson(const AttentionBenchResult& result) {
@@ -54,7 +57,7 @@ Json AttentionJson(const AttentionBenchResult& result) {
                 {"kv_heads", row.shape.kv_heads},
                 {"group", row.shape.group},
                 {"head_dim", row.shape.head_dim},
-                {"cells", row.shape.in_file ? "mapped file" : "RAM"},
+                {"cells", InFile(row) ? "mapped file" : "RAM"},
                 {"threads", row.threads},
                 {"isa", row.isa},
                 {"ms", row.ms},
@@ -86,8 +89,8 @@ void PrintAttention(const AttentionBenchResult& result) {
     const bool rounded = row.engine == "kvcell" && row.type != "f16";
     table.Add({PhaseOf(row), std::to_string(row.shape.tokens), std::to_string(row.shape.queries),
                fmt::format("{} x {}", row.shape.kv_heads, row.shape.group), std::to_string(row.shape.head_dim),
-               row.engine, row.type + (row.shape.in_file && row.engine == "kvcell" ? ", in a file" : ""),
-               fmt::format("{:.3f}", row.ms), fmt::format("{:.1f}", row.gb_s),
+               row.engine, row.type + (InFile(row) ? ", in a file" : ""), fmt::format("{:.3f}", row.ms),
+               fmt::format("{:.1f}", row.gb_s),
                row.shape.queries == 1 ? fmt::format("{:.0f} %", 100.0 * row.of_bandwidth) : "",
                fmt::format("{:.1f}", row.gmac_s), fmt::format("{:.4f}", row.rel_error),
                rounded ? fmt::format("{:.4f} ({:.1f} %)", row.rounding_error, 100.0 * row.rounding_share) : "",

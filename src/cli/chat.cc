@@ -113,6 +113,7 @@ int ChatCommand(const Options& options, SamplerGiven sampler_given) {
     return Failed(status);
   }
   const int code = Loop(options, &*engine, conversation->get());
+  TellRemoved(options, *engine);
   const Status written = WriteObservations(options, *engine, engine->control->tokens());
   if (!written.ok()) return Failed(written);
   return code;

@@ -202,14 +202,18 @@ Status OpenToOthers(const Options& options, SequenceId sequence, Engine* engine)
   return options.curve.empty() ? OkStatus() : engine->control->StartSampling(options.curve, options.curve_every);
 }
 
-Status WriteObservations(const Options& options, const Engine& engine, int64_t tokens) {
+void TellRemoved(const Options& options, const Engine& engine) {
+  if (options.quiet) return;
   const CacheStats stats = engine.cache->Stats();
-  if (!options.quiet && (stats.removed_blocks > 0 || stats.removed_sessions > 0)) {
+  if (stats.removed_blocks > 0 || stats.removed_sessions > 0) {
     PrintWarning(
         fmt::format("to keep within --disk-cap or --ttl, {} sessions were removed from {}, and {} blocks of 64 "
                     "tokens of sessions in all",
                     stats.removed_sessions, options.store, stats.removed_blocks));
   }
+}
+
+Status WriteObservations(const Options& options, const Engine& engine, int64_t tokens) {
   const auto write = [](const std::string& path, const std::string& text) {
     std::FILE* file = std::fopen(path.c_str(), "wb");
     if (file == nullptr || std::fwrite(text.data(), 1, text.size(), file) != text.size() || std::fclose(file) != 0) {

@@ -31,6 +31,8 @@ Result<Engine> OpenEngine(const Options& options);
 // Opens the process to others (`kvcell top`, `ctl`) and starts what options ask to be written while it runs. A socket
 // that can't be had is a warning.
 Status OpenToOthers(const Options& options, SequenceId sequence, Engine* engine);
+// Warns of what the store took from sessions for its cap or time to live.
+void TellRemoved(const Options& options, const Engine& engine);
 // What options ask to be written at the end: metrics, `tokens` of them computed, and trace.
 Status WriteObservations(const Options& options, const Engine& engine, int64_t tokens);
 

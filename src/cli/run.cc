@@ -89,6 +89,7 @@ int RunCommand(const Options& options, SamplerGiven sampler_given) {
       PrintWarning(fmt::format("nothing is kept for prompts that begin alike: {}", trouble.message()));
     trouble = OkStatus();
   }
+  TellRemoved(options, *engine);
   const Status observed = WriteObservations(options, *engine, engine->control->tokens());
   if (trouble.ok()) trouble = observed;
   const Json report = AnswerReport(*engine, conversation, *answer);

@@ -118,6 +118,7 @@ int SamplesCommand(const Options& options, const std::string& prompt) {
   const std::vector<Answer> answers = AnswersOf(*engine, result, start, first == 0.0 ? end : first, end);
   int64_t n_computed = result.fed_tokens;
   for (const Answer& answer : answers) n_computed += answer.decode_steps;
+  TellRemoved(options, *engine);
   Status trouble = WriteObservations(options, *engine, n_computed);  // the answers are there all the same
   const Json report = SamplesReport(*engine, stats, result.reused, answers);
   if (!options.report.empty()) {

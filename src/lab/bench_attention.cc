@@ -490,7 +490,7 @@ class Bench {
     }
     bandwidths_.insert(bandwidths_.end(), bandwidths.begin(), bandwidths.end());
     KVCELL_RETURN_IF_ERROR(AddRows(shape, engines, Median(bandwidths)));
-    if (threads_.n_threads() > 1 && shape.queries == 1) MeasureScaling(shape, engines);
+    if (threads_.n_threads() > 1 && shape.queries == 1 && !shape.in_file) MeasureScaling(shape, engines);
     return OkStatus();
   }
 

@@ -133,7 +133,6 @@ Result<bool> StoreImpl::EvictTail(const SessionRow& listed, uint64_t bytes, uint
   KVCELL_FAIL_IF_ERROR(transaction.Commit());
   head_.Write(*commits, false);
   for (const auto& key : *emptied) (void)CollectExtent(key, false);
-  evicted_blocks_ += static_cast<int64_t>(links->size() - keep);
   evicted_of_sessions_ += static_cast<int64_t>(links->size() - keep);
   if (keep == 0) ++evicted_sessions_;
   *freed += gained;

@@ -16,7 +16,8 @@ namespace {
 
 constexpr int kAttempts = 100;
 
-// What the holder wrote into its lock file: digits only, whatever lies there.
+// The number of the process that holds a lock, as it wrote it into the file: digits only, whatever lies there; may be
+// "".
 std::string HolderOf(const File& file) {
   std::array<std::byte, 20> bytes{};
   const auto n = file.ReadAt(0, bytes);
@@ -26,7 +27,7 @@ std::string HolderOf(const File& file) {
     if (c < '0' || c > '9') break;
     digits += c;
   }
-  return digits.empty() ? "another process" : "process " + digits;
+  return digits;
 }
 
 }  // namespace
@@ -36,12 +37,12 @@ Status LockWithPid(const File& file, const std::string& what) {
   if (!locked) return locked.error();
   if (!*locked) {
     const std::string holder = HolderOf(file);
-    if (holder == fmt::format("process {}", ::getpid())) {
-      return Status(StatusCode::kBusy,
-                    fmt::format("{} is in use by this process itself: free what holds it, or use another name", what));
-    }
-    return Status(StatusCode::kBusy,
-                  fmt::format("{} is in use by {}: try again when it has ended, or use another name", what, holder));
+    const bool own = holder == std::to_string(::getpid());
+    return Status(StatusCode::kBusy, fmt::format("{} is in use by {}: {}, or use another name", what,
+                                                 own              ? "this process itself"
+                                                 : holder.empty() ? "another process"
+                                                                  : "process " + holder,
+                                                 own ? "free what holds it" : "try again when it has ended"));
   }
   const std::string pid = fmt::format("{}\n", ::getpid());
   (void)file.Truncate(0);  // the lock is what counts; without a number (a full disk) others name no process

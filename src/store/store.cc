@@ -52,6 +52,12 @@ bool SamePlace(const std::optional<BlockPlace>& a, const std::optional<BlockPlac
   return a && b && a->segment == b->segment && a->offset == b->offset && a->index == b->index;
 }
 
+// What a session takes in the index, about: its data, which is by far the most.
+uint64_t RowBytes(const SessionRecord& record) {
+  return record.tokens.size() * sizeof(Token) + record.exact.size() + record.logits.size() * sizeof(float) +
+         record.extras.size() + record.sinks.size();
+}
+
 }  // namespace
 
 Result<std::unique_ptr<Store>> Store::Open(const std::string& directory, const StoreOptions& options) {
@@ -468,14 +474,6 @@ Status StoreImpl::CheckRecord(const SessionRecord& record) const {
   }
   return OkStatus();
 }
-
-namespace {
-// What a session takes in the index, about: its data, which is by far the most.
-uint64_t RowBytes(const SessionRecord& record) {
-  return record.tokens.size() * sizeof(Token) + record.exact.size() + record.logits.size() * sizeof(float) +
-         record.extras.size() + record.sinks.size();
-}
-}  // namespace
 
 Status StoreImpl::Commit(SessionRecord* record, const CellSetShape shapes[2], std::vector<BlockPlace>* given_up) {
   KVCELL_RETURN_IF_ERROR(CheckRecord(*record));
@@ -925,7 +923,7 @@ Result<StoreStats> StoreImpl::Stats() {
   stats.segment_bytes = static_cast<int64_t>(SegmentFileBytes());
   stats.index_bytes = static_cast<int64_t>(IndexFileBytes());
   stats.evicted_sessions = evicted_sessions_;
-  stats.evicted_blocks = evicted_blocks_;
+  stats.evicted_blocks = evicted_of_sessions_ + evicted_of_prefixes_;
   stats.encrypted = index_->cipher() != nullptr;
   return stats;
 }

@@ -225,7 +225,7 @@ class StoreImpl final : public Store {
   uint64_t lost_commits_ = 0;  // that the head knows and the index doesn't
   std::atomic<int64_t> evicted_sessions_ = 0;
   std::atomic<int64_t> evicted_of_sessions_ = 0;  // blocks
-  int64_t evicted_blocks_ = 0;                    // of prefixes too
+  int64_t evicted_of_prefixes_ = 0;               // blocks
   int64_t next_expiry_ = 0;                       // unix seconds: when to look for expired sessions again
 
   std::mutex scrub_mutex_;

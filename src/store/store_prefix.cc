@@ -483,7 +483,7 @@ Result<uint64_t> StoreImpl::TakePrefix(int64_t block, std::vector<ExtentKey>* em
   emptied->insert(emptied->end(), gone->begin(), gone->end());
   if (gone->empty() || !*row) return 0;
   KVCELL_FAIL_IF_ERROR(prefixes.NoteEvicted((*row)->stored_key));
-  ++evicted_blocks_;
+  ++evicted_of_prefixes_;
   uint64_t freed = 0;
   for (const auto& place : (*row)->record.places) {
     const auto extent = place ? index_->FindExtent(KeyOf(*place)) : Result<std::optional<ExtentRow>>(std::nullopt);
