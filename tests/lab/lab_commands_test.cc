@@ -14,6 +14,7 @@
 #include "cell/rules.h"
 #include "kvcell/cache.h"
 #include "lab/answers.h"
+#include "lab/bench_overhead.h"
 #include "lab/codec_error.h"
 #include "lab/experiments.h"
 #include "lab/growth.h"
@@ -487,6 +488,18 @@ TEST(Report, DrawsTheResourceCurveAndNamesALineThatIsNone) {
     EXPECT_THAT(bad.error().message(), HasSubstr(path + ":3:")) << line;
   }
   fs::remove(path);
+}
+
+TEST_F(TinyModelTest, OverheadIsMeasuredOnASweepAndOnSteps) {
+  const auto rows =
+      BenchOverhead({.model = path_, .context = 128, .pairs = 5, .cells = 9000, .moved = 900, .n_threads = 1});
+  ASSERT_TRUE(rows) << rows.error().message();
+  const auto value = [&](std::string_view name) {
+    const auto row = std::ranges::find(*rows, name, &BenchRow::name);
+    return row == rows->end() ? std::nan("") : row->value;
+  };
+  EXPECT_GT(value("decode step"), 0.0);
+  EXPECT_GT(value("state, paging and accounting in a step"), 0.0);
 }
 
 TEST_F(TinyModelTest, GrowthEndsWhereTheBudgetDoesAndFilesGoFurther) {
