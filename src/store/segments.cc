@@ -155,6 +155,7 @@ Status Segments::WriteExtent(const Owned& owned, const ExtentHeader& header, uin
   uint64_t at = header.cells_offset;
   const auto flush = [&]() {
     const Status status = file.WriteAt(at, staging_);
+    if (options_.sync) file.WillSync(at, staging_.size());
     at += staging_.size();
     staging_.clear();
     return status;
@@ -255,7 +256,7 @@ Status Segments::SyncAppended() {
 Result<std::shared_ptr<File>> Segments::OpenForRead(uint64_t segment) {
   {
     const std::shared_lock lock(files_mutex_);
-    if (const auto found = files_.find(segment); found != files_.end()) return found->second;
+    if (const auto found = files_.find(segment); found != files_.end()) return found->second.file;
   }
   auto file = File::Open(calls_, directory_.fd(), SegmentName(segment), O_RDONLY, 0, PathOf(segment));
   if (!file) {
@@ -271,7 +272,15 @@ Result<std::shared_ptr<File>> Segments::OpenForRead(uint64_t segment) {
     return Fail(Missing(file->path(), 0, "the file belongs to another store or segment"));
   }
   const std::unique_lock lock(files_mutex_);
-  return files_.try_emplace(segment, std::make_shared<File>(std::move(*file))).first->second;
+  ReadFile& opened = files_[segment];
+  if (opened.file == nullptr) opened.file = std::make_shared<File>(std::move(*file));
+  return opened.file;
+}
+
+void Segments::ReadAhead(uint64_t segment, bool on) {
+  const std::shared_lock lock(files_mutex_);
+  const auto found = files_.find(segment);
+  if (found != files_.end() && found->second.reads_ahead.exchange(on) != on) found->second.file->ReadAhead(on);
 }
 
 Status Segments::Read(uint64_t segment, uint64_t offset, std::span<std::byte> to) {
@@ -297,8 +306,16 @@ Status Segments::ReadCells(uint64_t segment, uint64_t offset, uint32_t stored_by
   return OkStatus();
 }
 
+Status Segments::ReadRun(uint64_t segment, uint64_t offset, uint32_t stored_bytes, std::span<std::byte> to) {
+  ReadAhead(segment, true);
+  return ReadCells(segment, offset, stored_bytes, to);
+}
+
 void Segments::Prefetch(uint64_t segment, uint64_t offset, uint64_t bytes) {
-  if (const auto file = OpenForRead(segment)) (*file)->WillRead(offset, bytes);
+  const auto file = OpenForRead(segment);
+  if (!file) return;
+  ReadAhead(segment, false);
+  (*file)->WillRead(offset, bytes);
 }
 
 Result<uint64_t> Segments::FileBytes(uint64_t segment) {

@@ -7,6 +7,7 @@
 //   exclusively
 #pragma once
 
+#include <atomic>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
@@ -54,7 +55,7 @@ class Segments {
   struct Options {
     StoreId store{};
     uint64_t segment_bytes = 0;
-    bool sync = false;               // a new file's name is synced before the file is used
+    bool sync = false;  // saves sync: a new file's name before the file is used, cells begin to go out as they come
     const Cipher* cipher = nullptr;  // of an encrypted store; outlives this object
   };
   // An extent that this process appended and nobody committed yet.
@@ -88,8 +89,11 @@ class Segments {
   Status ReadCells(uint64_t segment, uint64_t offset, uint32_t stored_bytes, std::span<std::byte> to);
   // kCorruption where the file is missing, foreign or ends too early.
   Status Read(uint64_t segment, uint64_t offset, std::span<std::byte> to);
-  // Lets the system begin to read what is asked for soon.
+  // Lets the system begin to read what is asked for soon, and nothing more of that file until the next ReadRun: what it
+  // would read ahead beyond the named bytes pushes out others that are needed before.
   void Prefetch(uint64_t segment, uint64_t offset, uint64_t bytes);
+  // ReadCells for a reader that goes through the file in order: the system reads ahead.
+  Status ReadRun(uint64_t segment, uint64_t offset, uint32_t stored_bytes, std::span<std::byte> to);
   Result<uint64_t> FileBytes(uint64_t segment);
   // The file's bytes [0, end) mapped for reading, there until this object goes; null where they can't be: encrypted,
   // ending too early, cut off once, no address space. A read then says what is wrong, if anything is.
@@ -144,6 +148,7 @@ class Segments {
   bool Look(Mapped* mapped);
 
   Result<std::shared_ptr<File>> OpenForRead(uint64_t segment);
+  void ReadAhead(uint64_t segment, bool on);
   Result<Owned> Create() const;
   Result<std::optional<Owned>> Adopt(uint64_t bytes);
   Status FindRoom(uint64_t bytes);
@@ -166,8 +171,12 @@ class Segments {
   std::map<std::pair<uint64_t, uint64_t>, uint32_t> holds_;  // segment, lock byte -> how often
   std::map<ExtentKey, Appended> appended_;
 
+  struct ReadFile {
+    std::shared_ptr<File> file;
+    std::atomic<bool> reads_ahead = true;
+  };
   std::shared_mutex files_mutex_;
-  std::map<uint64_t, std::shared_ptr<File>> files_;
+  std::map<uint64_t, ReadFile> files_;
 
   std::mutex mapped_mutex_;  // the last of all
   std::map<uint64_t, Mapped> mapped_;

@@ -403,8 +403,8 @@ Status StoreImpl::ReadRun(const CellSetShape& shape, const BlockPlace& place, si
     return Status(StatusCode::kInvalidArgument, "a block's place doesn't fit its shape: the cells can't be read");
   }
   const auto& layer = shape.layers[layer_slot];
-  return segments_->ReadCells(place.segment, *offset, stored.layers[layer_slot].cell_bytes,
-                              std::span(dst, size_t{n_blocks} * layer.n_cells * layer.cell_bytes));
+  return segments_->ReadRun(place.segment, *offset, stored.layers[layer_slot].cell_bytes,
+                            std::span(dst, size_t{n_blocks} * layer.n_cells * layer.cell_bytes));
 }
 
 void StoreImpl::Prefetch(const CellSetShape& shape, const BlockPlace& place, size_t layer_slot, uint32_t n_blocks) {
