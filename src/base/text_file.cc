@@ -1,6 +1,7 @@
 #include "base/text_file.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <cerrno>
 #include <cstdio>
@@ -38,6 +39,17 @@ Result<std::string> ReadTextFile(const std::string& path, size_t most) {
     return Fail(StatusCode::kIoError, fmt::format("{}: the file can't be read: {}", path, std::strerror(errno)));
   }
   return text;
+}
+
+Status ReplaceTextFile(const std::string& path, const std::string& text) {
+  const std::string temporary = fmt::format("{}.{}.tmp", path, ::getpid());
+  std::FILE* const file = std::fopen(temporary.c_str(), "wb");
+  const bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
+  const bool closed = file != nullptr && std::fclose(file) == 0;
+  if (written && closed && std::rename(temporary.c_str(), path.c_str()) == 0) return OkStatus();
+  Status status(StatusCode::kIoError, fmt::format("{}: the file can't be written: {}", path, std::strerror(errno)));
+  (void)std::remove(temporary.c_str());
+  return status;
 }
 
 }  // namespace kvcell

@@ -1,4 +1,4 @@
-// Reads what a user names as a text: a file, or standard input.
+// Texts that lie in files: read from where a user says, or kept by kvcell for its next run.
 #pragma once
 
 #include <cstddef>
@@ -14,5 +14,8 @@ inline constexpr size_t kMostSettingsBytes = size_t{1} << 20;  // of rules and o
 // The whole text of `path`, `-` for standard input. kNotFound, kIoError, kInvalidArgument where it is larger than
 // `most` bytes, of which no more are read: a device may have no end.
 Result<std::string> ReadTextFile(const std::string& path, size_t most = kMostPromptBytes);
+
+// Puts `text` in the place of the file, at once: readers see the old text or the new one, whole. kIoError.
+Status ReplaceTextFile(const std::string& path, const std::string& text);
 
 }  // namespace kvcell

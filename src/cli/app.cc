@@ -309,8 +309,8 @@ class Program {
         LabErrorCommand);
     add("quality", "perplexity and KL divergence by codec, against the same model's f16 KV",
         "kvcell lab quality -m model.gguf -f text.txt --context 2048 --codec i8 i4 --weights f32 --peer",
-        {"model", "lab-text", "lab-context", "windows", "lab-codecs", "sinks", "recent-blocks", "peer", "weights",
-         "threads", "state", "json", "quiet"},
+        {"model", "lab-text", "lab-context", "windows", "lab-codecs", "lab-rules", "sinks", "recent-blocks", "peer",
+         "weights", "threads", "state", "json", "quiet"},
         LabQualityCommand);
     add("answers", "a fixed set of questions answered with f16 and with each codec, side by side",
         "kvcell lab answers -m model.gguf --codec i4 i3",
@@ -335,11 +335,11 @@ class Program {
         LabGrowthCommand);
     add("sweep", "error by granularity and exact area, where attention looks, reading from page cache and disk",
         "kvcell lab sweep -m model.gguf -f text.txt -o /tmp/kvcell-sweep",
-        {"model", "lab-text", "from", "lab-tokens", "codec", "lab-output", "weights", "threads", "json", "quiet"},
+        {"model", "lab-text", "from", "lab-tokens", "one-codec", "lab-output", "weights", "threads", "json", "quiet"},
         LabSweepCommand);
     add("report", "all of it as one HTML file that opens with four experiments, each passed or failed",
         "kvcell lab report -m model.gguf -o report.html --measurement quality.json error.json",
-        {"model", "lab-output", "measurements", "codec", "ram-budget", "threads", "json", "quiet"}, LabReportCommand);
+        {"model", "lab-output", "measurements", "one-codec", "ram-budget", "threads", "json", "quiet"}, LabReportCommand);
     add("stream", "endless text through a window of rules: perplexity beside recomputing each window",
         "kvcell lab stream -m model.gguf -f text.txt --profile edge --context 16384",
         {"model", "lab-text", "stream-tokens", "rules", "profile", "every", "threads", "json", "quiet"},
@@ -375,7 +375,7 @@ class Program {
                 "saving and resuming a session, beside libllama's state file with --peer; --store names the "
                 "disk to be measured",
                 "kvcell bench store -m model.gguf --context 8192 --store /var/tmp --peer");
-    parser_.Offer(store, {"model", "file", "context", "codec", "threads", "peer", "store", "json", "quiet"});
+    parser_.Offer(store, {"model", "file", "context", "one-codec", "threads", "peer", "store", "json", "quiet"});
     OnChosen(store, BenchStoreCommand);
   }
 

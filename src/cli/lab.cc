@@ -141,6 +141,11 @@ int LabQualityCommand(const Options& options) {
                          .on_window = [&](int64_t done, int64_t total) { progress.Show(done, total); },
                          .should_stop = [] { return InterruptSignal() != 0; }};
   if (!options.contexts.empty()) quality.context = options.contexts.front();
+  for (const std::string& path : options.rules_files) {
+    auto rules = RuleText(path);
+    if (!rules) return Failed(rules.error());
+    quality.rules.push_back({path, *std::move(rules)});
+  }
   const auto result = MeasureQuality(quality);
   progress.Clear();
   if (!result) return Failed(result.error());

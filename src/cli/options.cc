@@ -10,7 +10,9 @@
 #include <limits>
 #include <utility>
 
+#include "base/text_file.h"
 #include "cell/rules.h"
+#include "cli/auto_codec.h"
 #include "cli/config_file.h"
 #include "cli/units.h"
 #include "kvcell/codec.h"
@@ -116,7 +118,16 @@ Status SetDurability(const std::string& text, uint8_t* value) {
 }
 
 Status SetCodec(const std::string& text, Options* options) {
+  if (text == kAutoCodec) {
+    return Status(StatusCode::kInvalidArgument, "'auto' chooses for `run` and `chat`; name the codec to measure here");
+  }
   KVCELL_RETURN_IF_ERROR(CheckCodec(text));
+  options->codec = text;
+  return OkStatus();
+}
+
+Status SetCodecOrAuto(const std::string& text, Options* options) {
+  if (text != kAutoCodec) return SetCodec(text, options);
   options->codec = text;
   return OkStatus();
 }
@@ -213,7 +224,16 @@ const std::vector<OptionSpec>& Table() {
        .help = "how sealed cells are coded: f16, i8, i5, i4, i43, i3 or k=...,v=... (`kvcell info --codecs`); fewer "
                "bits take less "
                "memory "
-               "and read faster, more keep answers closer to f16",
+               "and read faster, more keep answers closer to f16; auto: the smallest one for each layer that keeps "
+               "them close, measured once for each model (`kvcell tune`)",
+       .set = SetCodecOrAuto},
+      {.name = "one-codec",
+       .flags = "--codec",
+       .type = "SPEC",
+       .shown_default = "i4",
+       .help = "the codec to measure (`kvcell info --codecs`)",
+       .setting = false,
+       .setting_name = "codec",
        .set = SetCodec},
       {.name = "rules",
        .flags = "--rules",
@@ -552,6 +572,19 @@ const std::vector<OptionSpec>& Table() {
        .setting = false,
        .setting_name = "codec",
        .set = [](const std::string& t, Options* o) { return SetCodecs(t, &o->codecs); }},
+      {.name = "lab-rules",
+       .flags = "--rules",
+       .type = "FILE...",
+       .help = "rules files or profiles to measure beside the codecs, each with the codecs and exact tokens that it "
+               "names",
+       .many = true,
+       .setting = false,
+       .setting_name = "rules",
+       .set =
+           [](const std::string& t, Options* o) {
+             o->rules_files = SplitList(t);
+             return OkStatus();
+           }},
       {.name = "lab-output",
        .flags = "-o,--output",
        .type = "PATH",
@@ -981,16 +1014,20 @@ bool OptionParser::IsSet(std::string_view name) const {
 bool Options::Given(std::string_view name) const { return std::find(given.begin(), given.end(), name) != given.end(); }
 
 Result<std::shared_ptr<const Rules>> RulesFrom(const Options& options) {
-  if (options.rules.empty() && options.profile.empty()) return std::shared_ptr<const Rules>();
+  const bool named = !options.rules.empty() || !options.profile.empty();
+  const bool measured = !named && options.codec == kAutoCodec;
+  if (!named && !measured) return std::shared_ptr<const Rules>();
   if (!options.rules.empty() && !options.profile.empty()) {
     return Fail(StatusCode::kInvalidArgument, "--rules and --profile can't both be given; choose one");
   }
-  if (options.Given("codec")) {
+  if (named && options.Given("codec")) {
     return Fail(
         StatusCode::kInvalidArgument,
         "--codec can't be given beside --rules or --profile, which say how cells are coded; put it into the file");
   }
-  auto loaded = options.rules.empty() ? ProfileRules(options.profile) : LoadRules(options.rules);
+  auto loaded = measured                ? AutoRules(options)
+                : options.rules.empty() ? ProfileRules(options.profile)
+                                        : LoadRules(options.rules);
   if (!loaded) return loaded;
   auto rules = std::make_shared<Rules>(**loaded);
   if (options.Given("sinks")) rules->sinks = options.sinks;
@@ -999,11 +1036,19 @@ Result<std::shared_ptr<const Rules>> RulesFrom(const Options& options) {
   return std::shared_ptr<const Rules>(std::move(rules));
 }
 
+Result<std::string> RuleText(const std::string& path) {
+  auto text = ReadTextFile(path, kMostSettingsBytes);
+  if (!text && text.error().code() == StatusCode::kNotFound && !ProfileText(path).empty()) {
+    return std::string(ProfileText(path));
+  }
+  return text;
+}
+
 Result<CacheOptions> ToCacheOptions(const Options& options) {
-  Result<CodecSpec> codec = ParseCodec(options.codec);
-  if (!codec) return Fail(codec.error());
   auto rules = RulesFrom(options);
   if (!rules) return Fail(rules.error());
+  Result<CodecSpec> codec = ParseCodec(*rules == nullptr ? options.codec : "i4");
+  if (!codec) return Fail(codec.error());
   CacheOptions cache;
   cache.rules = *rules;
   cache.codec = *std::move(codec);

@@ -87,6 +87,7 @@ struct Options {
   bool peer = false;
   bool weights_f32 = false;
   std::string state;
+  std::vector<std::string> rules_files;
   // bench
   std::vector<int64_t> tokens;
   std::vector<int64_t> queries;
@@ -171,6 +172,8 @@ class OptionParser {
 Result<CacheOptions> ToCacheOptions(const Options& options);
 // The rules of --rules or --profile with what else was asked for; null where neither is given.
 Result<std::shared_ptr<const Rules>> RulesFrom(const Options& options);
+// A rules file's text; a profile's where there is no such file but a profile of that name.
+Result<std::string> RuleText(const std::string& path);
 
 // Where sessions live without --store: $XDG_DATA_HOME/kvcell, else ~/.local/share/kvcell; "" where neither is known.
 std::string DefaultStore();

@@ -16,15 +16,6 @@
 namespace kvcell::cli {
 namespace {
 
-// A rule file's text; a profile's where there is no such file but a profile of that name.
-Result<std::string> RuleText(const std::string& path) {
-  auto text = ReadTextFile(path, kMostSettingsBytes);
-  if (!text && text.error().code() == StatusCode::kNotFound && !ProfileText(path).empty()) {
-    return std::string(ProfileText(path));
-  }
-  return text;
-}
-
 Json MessagesJson(const std::vector<RuleMessage>& messages) {
   Json list = Json::array();
   for (const RuleMessage& m : messages) list.push_back({{"line", m.line}, {"message", m.message}});

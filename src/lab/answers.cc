@@ -13,6 +13,7 @@
 
 #include "base/checksum.h"
 #include "kvcell/cache.h"
+#include "lab/divergence.h"
 #include "lab/progress_state.h"
 #include "model/model.h"
 
@@ -102,13 +103,6 @@ Status Feed(Model* model, Cache* cache, SequenceId sequence, std::span<const Tok
     }
   }
   return OkStatus();
-}
-
-double LogProbability(std::span<const float> logits, Token token) {
-  const float max = *std::max_element(logits.begin(), logits.end());
-  double sum = 0;
-  for (const float x : logits) sum += static_cast<double>(std::exp(x - max));
-  return static_cast<double>(logits[static_cast<size_t>(token)] - max) - std::log(sum);
 }
 
 class AnswersRun {

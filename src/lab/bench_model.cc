@@ -9,6 +9,7 @@
 #include <numeric>
 
 #include "kvcell/cache.h"
+#include "lab/divergence.h"
 #include "lab/peer.h"
 #include "lab/statistics.h"
 #include "model/model.h"
@@ -112,23 +113,6 @@ class PeerContestant final : public Contestant {
   std::unique_ptr<Peer> peer_;
 };
 
-// KL(reference || candidate) in nats.
-double Divergence(std::span<const float> reference, std::span<const float> candidate) {
-  const auto log_sum = [](std::span<const float> x) {
-    const double most = static_cast<double>(*std::max_element(x.begin(), x.end()));
-    double sum = 0.0;
-    for (const float value : x) sum += std::exp(static_cast<double>(value) - most);
-    return most + std::log(sum);
-  };
-  const double log_r = log_sum(reference), log_c = log_sum(candidate);
-  double kld = 0.0;
-  for (size_t i = 0; i < reference.size(); ++i) {
-    const double lp = static_cast<double>(reference[i]) - log_r;
-    kld += std::exp(lp) * (lp - (static_cast<double>(candidate[i]) - log_c));
-  }
-  return kld;
-}
-
 // Mean divergence beyond which the answer is another one. Weights of 4 bits alone make exact attentions differ.
 double WorstDivergence(const std::string& type) { return type == "i4" || type == "q4_0" ? 1.0 : 0.2; }
 
@@ -229,7 +213,7 @@ class Bench {
     for (const auto& contestant : all_) {
       double kld = 0.0;
       for (size_t i = 0; i < contestant->decode_logits.size(); ++i) {
-        kld += Divergence(all_[0]->decode_logits[i], contestant->decode_logits[i]) /
+        kld += DivergenceFrom(all_[0]->decode_logits[i]).To(contestant->decode_logits[i]) /
                static_cast<double>(contestant->decode_logits.size());
       }
       if (!(kld < WorstDivergence(contestant->type))) {

@@ -1,10 +1,9 @@
 #include "lab/progress_state.h"
 
-#include <fmt/format.h>
-
-#include <filesystem>
 #include <fstream>
 #include <utility>
+
+#include "base/text_file.h"
 
 namespace kvcell {
 
@@ -18,14 +17,7 @@ ProgressState::ProgressState(std::string path, std::string key) : path_(std::mov
 
 Status ProgressState::Write() const {
   if (path_.empty()) return OkStatus();
-  const std::string temporary = path_ + ".tmp";
-  std::ofstream file(temporary, std::ios::trunc);
-  file << nlohmann::json{{"key", key_}, {"values", values_}};
-  file.close();
-  std::error_code error;
-  std::filesystem::rename(temporary, path_, error);
-  if (!file || error) return Status(StatusCode::kIoError, fmt::format("can't write the state file {}", path_));
-  return OkStatus();
+  return ReplaceTextFile(path_, nlohmann::json{{"key", key_}, {"values", values_}}.dump());
 }
 
 }  // namespace kvcell

@@ -7,10 +7,13 @@
 #include <memory>
 #include <nlohmann/json.hpp>
 #include <numeric>
+#include <optional>
 #include <thread>
 
 #include "base/checksum.h"
 #include "kvcell/cache.h"
+#include "kvcell/rules.h"
+#include "lab/divergence.h"
 #include "lab/kv_data.h"
 #include "lab/peer.h"
 #include "lab/progress_state.h"
@@ -27,7 +30,7 @@ class Candidate {
  public:
   virtual ~Candidate() = default;
   virtual Status Reset() = 0;
-  // logits [n_tokens, n_vocab]
+  // logits [n_tokens, n_vocab]; null where none are wanted.
   virtual Status Feed(std::span<const Token> tokens, std::vector<float>* logits) = 0;
   // Of all that is kept now, per element.
   virtual double BitsAllIn() const = 0;
@@ -41,23 +44,24 @@ class CellCandidate final : public Candidate {
  public:
   static Result<std::unique_ptr<Candidate>> Make(Model* model, const std::string& codec,
                                                  const QualityOptions& options) {
-    auto candidate = std::make_unique<CellCandidate>();
     CacheOptions cache;
     auto spec = ParseCodec(codec);
     if (!spec) return Fail(spec.error());
     cache.codec = *spec;
-    cache.geometry = model->facts().geometry;
     cache.sinks = options.sinks;
     cache.recent_blocks = options.recent_blocks;
-    cache.max_step_tokens = static_cast<int32_t>(options.chunk);
-    auto opened = Cache::Open(cache);
-    if (!opened) return Fail(opened.error());
-    candidate->model_ = model;
-    candidate->cache_ = std::move(*opened);
-    candidate->engine = "kvcell";
-    candidate->codec = codec;
-    candidate->bits = candidate->cache_->Stats().bits_per_element;
-    return candidate;
+    return Make(model, codec, std::move(cache), options);
+  }
+
+  static Result<std::unique_ptr<Candidate>> Make(Model* model, const QualityOptions::RulesFile& rules,
+                                                 const QualityOptions& options) {
+    auto parsed = ParseRules(rules.text, rules.name);
+    if (!parsed) return Fail(parsed.error());
+    CacheOptions cache;
+    cache.codec = *ParseCodec("i4");
+    cache.rules = *std::move(parsed);
+    cache.rope = model->facts().rope;
+    return Make(model, rules.name, std::move(cache), options);
   }
 
   Status Reset() override {
@@ -69,8 +73,9 @@ class CellCandidate final : public Candidate {
   }
 
   Status Feed(std::span<const Token> tokens, std::vector<float>* logits) override {
-    const ModelStep step{.sequence = sequence_, .tokens = tokens, .want_all_logits = true};
-    return model_->Forward(cache_.get(), {&step, 1}, logits);
+    std::vector<float> unused;
+    const ModelStep step{.sequence = sequence_, .tokens = tokens, .want_all_logits = logits != nullptr};
+    return model_->Forward(cache_.get(), {&step, 1}, logits != nullptr ? logits : &unused);
   }
 
   double BitsAllIn() const override {
@@ -79,6 +84,21 @@ class CellCandidate final : public Candidate {
   }
 
  private:
+  static Result<std::unique_ptr<Candidate>> Make(Model* model, const std::string& name, CacheOptions cache,
+                                                 const QualityOptions& options) {
+    cache.geometry = model->facts().geometry;
+    cache.max_step_tokens = static_cast<int32_t>(options.chunk);
+    auto opened = Cache::Open(cache);
+    if (!opened) return Fail(opened.error());
+    auto candidate = std::make_unique<CellCandidate>();
+    candidate->model_ = model;
+    candidate->cache_ = std::move(*opened);
+    candidate->engine = "kvcell";
+    candidate->codec = name;
+    candidate->bits = candidate->cache_->Stats().bits_per_element;
+    return candidate;
+  }
+
   Model* model_ = nullptr;
   std::unique_ptr<Cache> cache_;
   SequenceId sequence_ = -1;
@@ -126,32 +146,8 @@ struct Scores {
   double bits_all_in = 0;
 };
 
-double LogSum(std::span<const float> logits, float highest) {
-  double sum = 0;
-  for (const float x : logits) sum += static_cast<double>(std::exp(x - highest));
-  return static_cast<double>(highest) + std::log(sum);
-}
-
-struct Point {
-  double nll = 0, kld = 0;
-  bool same_top = false;
-};
-
-// KL(reference || candidate) in nats, and the candidate's loss on the token that came.
-Point Compare(std::span<const float> reference, std::span<const float> candidate, Token next) {
-  const auto top_r = std::max_element(reference.begin(), reference.end());
-  const auto top_c = std::max_element(candidate.begin(), candidate.end());
-  const double log_r = LogSum(reference, *top_r);
-  const double log_c = LogSum(candidate, *top_c);
-  Point point;
-  point.nll = log_c - static_cast<double>(candidate[static_cast<size_t>(next)]);
-  point.same_top = top_r - reference.begin() == top_c - candidate.begin();
-  for (size_t i = 0; i < reference.size(); ++i) {
-    const double lp = static_cast<double>(reference[i]) - log_r;
-    if (lp < -40.0) continue;  // weighs less than 1e-17
-    point.kld += std::exp(lp) * (lp - (static_cast<double>(candidate[i]) - log_c));
-  }
-  return point;
+std::ptrdiff_t Top(std::span<const float> logits) {
+  return std::max_element(logits.begin(), logits.end()) - logits.begin();
 }
 
 class Run {
@@ -214,6 +210,9 @@ class Run {
     for (const std::string& codec : options_.codecs) {
       if (codec != "f16") KVCELL_RETURN_IF_ERROR(Add(CellCandidate::Make(model_.get(), codec, options_), 0));
     }
+    for (const QualityOptions::RulesFile& rules : options_.rules) {
+      KVCELL_RETURN_IF_ERROR(Add(CellCandidate::Make(model_.get(), rules, options_), 0));
+    }
     if (options_.peer) {
       peer_f16_ = candidates_.size();
       for (const PeerKvType type : {PeerKvType::kF16, PeerKvType::kQ8_0, PeerKvType::kQ4_0}) {
@@ -236,13 +235,14 @@ class Run {
         return Status(StatusCode::kCancelled, fmt::format("stopped after {} of {} windows", w, n_windows_));
       }
       const int64_t n = std::min(options_.chunk, options_.context - at);
-      for (size_t c = 0; c < candidates_.size(); ++c) {
-        KVCELL_RETURN_IF_ERROR(
-            candidates_[c]->Feed(window.subspan(static_cast<size_t>(at), static_cast<size_t>(n)), &logits[c]));
-      }
       // The last token of a window has no next one in it.
       const int64_t begin = std::max(at, first_scored), end = std::min(at + n, options_.context - 1);
-      if (begin < end) Score(logits, window, at, begin, end);
+      const bool scored = begin < end;
+      for (size_t c = 0; c < candidates_.size(); ++c) {
+        KVCELL_RETURN_IF_ERROR(candidates_[c]->Feed(window.subspan(static_cast<size_t>(at), static_cast<size_t>(n)),
+                                                    scored ? &logits[c] : nullptr));
+      }
+      if (scored) Score(logits, window, at, begin, end);
     }
     for (size_t c = 0; c < candidates_.size(); ++c) {
       Scores& s = scores_[c];
@@ -270,13 +270,17 @@ class Run {
     const auto part = [&](size_t from, size_t step) {
       for (size_t i = from; i < n; i += step) {
         const Token next = window[static_cast<size_t>(begin) + i + 1];
+        const DivergenceFrom own(row(0, i));
+        std::optional<DivergenceFrom> peer;
+        if (options_.peer) peer.emplace(row(peer_f16_, i));
         for (size_t c = 0; c < candidates_.size(); ++c) {
-          const Point point = Compare(row(candidates_[c]->reference, i), row(c, i), next);
-          scores_[c].nll[first + i] = point.nll;
-          scores_[c].kld[first + i] = point.kld;
-          scores_[c].same_top[first + i] = point.same_top ? 1 : 0;
+          const std::span<const float> at_c = row(c, i), reference = row(candidates_[c]->reference, i);
+          const double log_sum = LogSumExp(at_c);
+          scores_[c].nll[first + i] = log_sum - static_cast<double>(at_c[static_cast<size_t>(next)]);
+          scores_[c].kld[first + i] = (candidates_[c]->reference == 0 ? own : *peer).To(at_c, log_sum);
+          scores_[c].same_top[first + i] = Top(reference) == Top(at_c) ? 1 : 0;
         }
-        if (options_.peer) floor_[first + i] = Compare(row(peer_f16_, i), row(0, i), next).kld;
+        if (peer) floor_[first + i] = peer->To(row(0, i), own.log_sum());
       }
     };
     const size_t n_threads = options_.n_threads > 0 ? static_cast<size_t>(options_.n_threads)
@@ -293,6 +297,9 @@ class Run {
         fmt::format("{}|{}|{}|{}|{}|{}|{}", path_, options_.context, options_.chunk, options_.sinks,
                     options_.recent_blocks, options_.peer, Checksum64(std::as_bytes(std::span(options_.text))));
     for (const auto& candidate : candidates_) key += "|" + candidate->codec;
+    for (const auto& rules : options_.rules) {
+      key += fmt::format("|{}", Checksum64(std::as_bytes(std::span(rules.text))));
+    }
     return key;
   }
 

@@ -17,9 +17,13 @@ struct QualityOptions {
   int64_t context = 2048;                // tokens per window
   int64_t windows = 16;                  // fewer where the text ends
   int64_t chunk = 64;                    // tokens per step
-  std::vector<std::string> codecs = {};  // specs or presets, each with the cache's default sinks
+  std::vector<std::string> codecs = {};  // specs or presets, each with `sinks` and `recent_blocks`
   int32_t sinks = 4;
   int32_t recent_blocks = 0;
+  struct RulesFile {
+    std::string name = {}, text = {};
+  };
+  std::vector<RulesFile> rules = {};  // measured beside the codecs, each with the codecs and exact tokens that it names
   bool peer = false;         // libllama f16, q8_0 and q4_0 too
   bool weights_f32 = false;  // on a copy with all weights in f32: without it two exact attention paths already differ
   int32_t n_threads = 0;
@@ -30,7 +34,7 @@ struct QualityOptions {
 
 struct QualityRow {
   std::string engine = {};  // "kvcell" or "libllama"
-  std::string codec = {};
+  std::string codec = {};   // or the name of the rules
   double bits = 0;         // of sealed cells
   double bits_all_in = 0;  // everything that is kept at this context, exact tokens too
   double ppl = 0;
@@ -47,7 +51,7 @@ struct QualityResult {
   std::vector<QualityRow> rows = {};
 };
 
-// kNotFound, kInvalidArgument (codec, context beyond the model, text shorter than a window), kCancelled (finished
+// kNotFound, kInvalidArgument (codec, rules, context beyond the model, text shorter than a window), kCancelled (finished
 // windows are in `state`), or what loading the model gives.
 Result<QualityResult> MeasureQuality(const QualityOptions& options);
 

@@ -10,6 +10,7 @@
 
 #include "cell/rules.h"
 #include "kvcell/cache.h"
+#include "lab/divergence.h"
 #include "lab/statistics.h"
 #include "model/model.h"
 
@@ -18,19 +19,11 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// -log p of each token, given the logits of the row before it.
-double Loss(std::span<const float> logits, Token token) {
-  const float highest = *std::max_element(logits.begin(), logits.end());
-  double sum = 0;
-  for (const float x : logits) sum += std::exp(static_cast<double>(x - highest));
-  return std::log(sum) + static_cast<double>(highest) - static_cast<double>(logits[static_cast<size_t>(token)]);
-}
-
 // Losses of tokens[1..] from the logits of all rows of a step; the first row's predecessor is `before`.
 double BlockLoss(std::span<const float> logits, std::span<const float> before, std::span<const Token> tokens,
                  size_t n_vocab) {
-  double loss = before.empty() ? 0.0 : Loss(before, tokens[0]);
-  for (size_t i = 1; i < tokens.size(); ++i) loss += Loss(logits.subspan((i - 1) * n_vocab, n_vocab), tokens[i]);
+  double loss = before.empty() ? 0.0 : -LogProbability(before, tokens[0]);
+  for (size_t i = 1; i < tokens.size(); ++i) loss -= LogProbability(logits.subspan((i - 1) * n_vocab, n_vocab), tokens[i]);
   return loss;
 }
 

@@ -10,6 +10,7 @@
 #include "kvcell/cache.h"
 #include "lab/answers.h"
 #include "lab/codec_error.h"
+#include "lab/divergence.h"
 #include "lab/kv_data.h"
 #include "lab/layered_cache.h"
 #include "model/model.h"
@@ -18,23 +19,6 @@ namespace kvcell {
 namespace {
 
 constexpr int64_t kChunk = 64;
-
-// KL(reference || candidate) in nats.
-double Divergence(std::span<const float> reference, std::span<const float> candidate) {
-  const auto log_sum = [](std::span<const float> x) {
-    const float max = *std::max_element(x.begin(), x.end());
-    double sum = 0;
-    for (const float v : x) sum += static_cast<double>(std::exp(v - max));
-    return static_cast<double>(max) + std::log(sum);
-  };
-  const double a = log_sum(reference), b = log_sum(candidate);
-  double kld = 0;
-  for (size_t i = 0; i < reference.size(); ++i) {
-    const double p = static_cast<double>(reference[i]) - a;
-    if (p > -40.0) kld += std::exp(p) * (p - (static_cast<double>(candidate[i]) - b));
-  }
-  return kld;
-}
 
 class Tuner {
  public:
@@ -163,14 +147,7 @@ class Tuner {
     cache_->SetChoice(choice);
     std::vector<float> logits;
     KVCELL_FAIL_IF_ERROR(Feed(&logits));
-    const auto n_vocab = static_cast<size_t>(model_->facts().n_vocab);
-    double kld = 0;
-    size_t rows = 0;
-    for (size_t at = 0; at + n_vocab <= logits.size(); at += n_vocab, ++rows) {
-      kld += Divergence(std::span<const float>(reference_).subspan(at, n_vocab),
-                        std::span<const float>(logits).subspan(at, n_vocab));
-    }
-    return kld / static_cast<double>(std::max<size_t>(1, rows));
+    return MeanDivergence(reference_, logits, static_cast<size_t>(model_->facts().n_vocab));
   }
 
   // [codec][layer]: what each layer adds to the divergence under each codec.

@@ -259,6 +259,26 @@ TEST_F(TinyModelTest, QualityOrdersCodecsAndItsScoresAreThePeers) {
   EXPECT_NEAR(result->rows[0].ppl / result->rows[3].ppl, 1.0, 0.005);
 }
 
+// A rules file stands beside the codecs; one that says what a codec means gives the codec's own figures.
+TEST_F(TinyModelTest, QualityMeasuresRulesFilesToo) {
+  const std::string tail =
+      "rules:\n  - {event: TOKEN_APPEND, from: none, to: ACTIVE}\n"
+      "  - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED, when: {block: sealed}}\n";
+  QualityOptions options = SmallQuality(path_, text_);
+  options.peer = false;
+  options.rules = {{"same.yaml", "codec: i3\n" + tail},
+                   {"finer.yaml", "codec: i3\ncodecs: [{layers: 0, codec: i8}]\nexact: {recent_blocks: 1}\n" + tail}};
+  const auto result = MeasureQuality(options);
+  ASSERT_TRUE(result) << result.error().message();
+  ASSERT_EQ(result->rows.size(), 5u);  // f16, i4, i3, two files
+  EXPECT_EQ(result->rows[3].codec, "same.yaml");
+  EXPECT_EQ(result->rows[3].kld_mean, result->rows[2].kld_mean);
+  EXPECT_LT(result->rows[4].kld_mean, result->rows[2].kld_mean);
+  EXPECT_GT(result->rows[4].bits_all_in, result->rows[2].bits_all_in);
+  options.rules[0].text = "codec: i9\n" + tail;
+  EXPECT_THAT(MeasureQuality(options).error().message(), HasSubstr("same.yaml:1"));
+}
+
 TEST_F(TinyModelTest, QualityIsResumedToTheSameFigures) {
   QualityOptions options = SmallQuality(path_, text_);
   options.peer = false;

@@ -1,0 +1,66 @@
+#include "cli/auto_codec.h"
+
+#include <fmt/format.h>
+
+#include <filesystem>
+#include <utility>
+
+#include "base/text_file.h"
+#include "cli/interrupt.h"
+#include "cli/output.h"
+#include "lab/tune.h"
+#include "model/weights.h"
+#include "model/weights_digest.h"
+
+namespace kvcell::cli {
+namespace {
+
+Result<std::string> Measure(const Options& options) {
+  CatchInterrupts();
+  const bool shown = !options.quiet && !options.json;
+  if (shown) {
+    Print(stderr, "Measuring once which codec each layer of {} bears ...\n",
+          std::filesystem::path(options.model).filename().string());
+  }
+  Progress progress("probes", shown);
+  const auto result = Tune({.model = options.model,
+                            .n_threads = options.threads,
+                            .on_probe = [&](int64_t done, int64_t total) { progress.Show(done, total); },
+                            .should_stop = [] { return InterruptSignal() != 0; }});
+  progress.Clear();
+  if (!result) return Fail(result.error());
+  return result->rules;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<const Rules>> AutoRules(const Options& options) {
+  if (options.model.empty()) {
+    return Fail(StatusCode::kInvalidArgument, "--codec auto measures a model: name one with -m FILE");
+  }
+  const std::string folder = DefaultDigestFolder();
+  if (folder.empty()) {
+    return Fail(StatusCode::kInvalidArgument,
+                fmt::format("--codec auto keeps what it measures in the home directory, and HOME is not set; write a "
+                            "rules file with `kvcell tune -m {} -o FILE` and give it by --rules",
+                            options.model));
+  }
+  const auto weights = WeightsFile::Open(options.model);
+  if (!weights) return Fail(weights.error());
+  const std::string digest = DigestWeights(weights->bytes(), weights->info(), folder).text;
+  const std::string path = fmt::format("{}/{}.auto.yaml", folder, digest);
+  if (const auto text = ReadTextFile(path, kMostSettingsBytes)) {
+    if (auto rules = ParseRules(*text, path)) return rules;
+  }
+  auto text = Measure(options);
+  if (!text) return Fail(text.error());
+  std::error_code ignored;
+  std::filesystem::create_directories(folder, ignored);
+  if (const Status kept = ReplaceTextFile(path, *text); !kept.ok() && !options.quiet) {
+    PrintWarning(fmt::format("the codecs were measured but not kept, so the next run measures again: {}",
+                             kept.message()));
+  }
+  return ParseRules(*text, path);
+}
+
+}  // namespace kvcell::cli
