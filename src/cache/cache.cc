@@ -818,11 +818,14 @@ CacheStats CacheImpl::Stats() const {
     if (sequence != nullptr)
       stats.f16_bytes += F16Bytes(options_.geometry, static_cast<int64_t>(sequence->tokens.size()));
   }
-  const LayerCells& first = map.layers.front();
-  stats.bits_per_element =
-      elements != 0
-          ? 8.0 * static_cast<double>(coded_bytes) / static_cast<double>(elements)
-          : CodecBitsPerElement(options_.codec, first.geometry.head_dim_k, first.geometry.head_dim_v).value_or(0.0);
+  if (elements == 0) {  // what sealed cells will be: one of each layer and head
+    for (const LayerCells& layer : map.layers) {
+      for (uint16_t h = 0; h < layer.n_heads; ++h) coded_bytes += layer.coded(h).bytes;
+      elements += uint64_t{layer.n_heads} * static_cast<uint64_t>(kBlockTokens) *
+                  static_cast<uint64_t>(layer.geometry.head_dim_k + layer.geometry.head_dim_v);
+    }
+  }
+  stats.bits_per_element = 8.0 * static_cast<double>(coded_bytes) / static_cast<double>(elements);
   stats.ram_bytes = memory_->committed();
   stats.ram_peak_bytes = memory_->peak_committed();
   stats.reads_ram = reads_ram_.load(std::memory_order_relaxed);

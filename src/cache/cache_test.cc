@@ -336,6 +336,19 @@ TEST(Cache, BitsPerElementCountEverything) {
   EXPECT_GE(cache->Stats().bits_per_element, 4.0);
 }
 
+TEST(Cache, BitsPerElementAreTheMeanOfAllLayersBeforeAnyCellIsSealedToo) {
+  auto options = MadeOptions("i4", MadeGeometry(3, 4, 2, 64));
+  options.codec_ranges = {{.first_layer = 1, .last_layer = 1, .codec = *ParseCodec("i8")}};
+  auto cache = OpenOrDie(options);
+  const double before = cache->Stats().bits_per_element;
+  EXPECT_NEAR(
+      before,
+      (2 * *CodecBitsPerElement(*ParseCodec("i4"), 64, 64) + *CodecBitsPerElement(*ParseCodec("i8"), 64, 64)) / 3,
+      1e-9);
+  Feed(cache.get(), cache->Create().value(), MadeTokens(640));
+  EXPECT_DOUBLE_EQ(cache->Stats().bits_per_element, before);
+}
+
 TEST(Cache, WrongUseIsAnErrorAndChangesNothing) {
   const auto options = MadeOptions("i4");
   auto cache = OpenOrDie(options);

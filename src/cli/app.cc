@@ -304,7 +304,7 @@ class Program {
         LabStatsCommand);
     add("error", "what codecs do to K, V and attention's outputs, on exported, live or made values",
         "kvcell lab error --from kv --codec i4 i3 k=nf4,v=nf4 k=tq4,v=tq4",
-        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "sinks", "recent-blocks", "by-layer", "layers",
+        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "calibrate", "sinks", "recent-blocks", "by-layer", "layers",
          "heads", "kv-heads", "head-dim", "weights", "threads", "json", "quiet"},
         LabErrorCommand);
     add("quality", "perplexity and KL divergence by codec, against the same model's f16 KV",

@@ -57,8 +57,8 @@ Result<std::shared_ptr<const Rules>> AutoRules(const Options& options) {
   std::error_code ignored;
   std::filesystem::create_directories(folder, ignored);
   if (const Status kept = ReplaceTextFile(path, *text); !kept.ok() && !options.quiet) {
-    PrintWarning(fmt::format("the codecs were measured but not kept, so the next run measures again: {}",
-                             kept.message()));
+    PrintWarning(
+        fmt::format("the codecs were measured but not kept, so the next run measures again: {}", kept.message()));
   }
   return ParseRules(*text, path);
 }

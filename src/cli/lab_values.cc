@@ -63,8 +63,17 @@ Result<KvData> ValuesOf(const Options& options, bool may_be_made) {
                     .should_stop = Stop});
 }
 
+std::vector<Calibration> CalibrationsOf(const Options& options) {
+  const std::vector<int64_t>& c = options.calibrate;
+  std::vector<Calibration> list;
+  if (!c.empty()) list.push_back({.prompt = c[0]});
+  if (c.size() == 3) list.push_back({.prompt = c[0], .every = c[1], .over = c[2]});
+  return list;
+}
+
 CodecErrorOptions ErrorOptions(const Options& options, Progress* progress) {
   return {.codecs = options.codecs.empty() ? std::vector<std::string>{"i8", "i4"} : options.codecs,
+          .calibrations = CalibrationsOf(options),
           .sinks = options.sinks,
           .recent_blocks = options.recent_blocks,
           .on_layer = [progress](int64_t done, int64_t total) { progress->Show(done, total); },

@@ -643,6 +643,20 @@ const std::vector<OptionSpec>& Table() {
            "more bits",
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetDecimal(t, 1e-6, 10.0, &o->kld_limit); }},
+      {.name = "calibrate",
+       .flags = "--calibrate",
+       .type = "N...",
+       .help = "measures K's channel offsets from calibration too, in place of each block's own mean: from the first N "
+               "tokens; with two more numbers taken again every so many tokens over so many last ones (512 256 1024)",
+       .many = true,
+       .setting = false,
+       .set =
+           [](const std::string& t, Options* o) {
+             KVCELL_RETURN_IF_ERROR(SetIntegers(t, kMaxContext, &o->calibrate));
+             return o->calibrate.size() == 1 || o->calibrate.size() == 3
+                        ? OkStatus()
+                        : Status(StatusCode::kInvalidArgument, "give one number, or three: first, every, over");
+           }},
       {.name = "channels",
        .flags = "--channels",
        .help = "adds every channel's figures to --json",

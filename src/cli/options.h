@@ -102,6 +102,7 @@ struct Options {
   std::string from;
   std::vector<std::string> measurements;
   int64_t questions = 0;  // 0: the command's own number
+  std::vector<int64_t> calibrate;  // prompt, every, over
   bool channels = false;
   bool by_layer = false;
   double kld_limit = 0.01;

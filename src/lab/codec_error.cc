@@ -109,6 +109,33 @@ struct Mixed {
   }
 };
 
+// Means of K's channels that `calibration` has for the block at `begin`. Sinks take no part, as in block means.
+std::vector<float> OffsetsAt(const std::vector<float>& keys, int dim, int64_t begin, int32_t sinks,
+                             const Calibration& calibration) {
+  const auto n_tokens = static_cast<int64_t>(keys.size()) / dim;
+  int64_t from = 0, to = std::min(calibration.prompt, n_tokens);
+  if (calibration.every > 0 && begin >= calibration.prompt) {
+    to = calibration.prompt + (begin - calibration.prompt) / calibration.every * calibration.every;
+    from = std::max<int64_t>(0, to - calibration.over);
+  }
+  from = std::max<int64_t>(from, sinks);
+  std::vector<double> sums(static_cast<size_t>(dim));
+  for (int64_t t = from; t < to; ++t) {
+    for (size_t d = 0; d < sums.size(); ++d) sums[d] += static_cast<double>(keys[static_cast<size_t>(t * dim) + d]);
+  }
+  std::vector<float> means;
+  for (const double sum : sums)
+    means.push_back(static_cast<float>(sum / static_cast<double>(std::max<int64_t>(1, to - from))));
+  return means;
+}
+
+// To a block's rows [64, dim].
+void AddToRows(float* rows, const std::vector<float>& offsets, float factor) {
+  for (int t = 0; t < kBlockTokens; ++t) {
+    for (const float offset : offsets) *rows++ += factor * offset;
+  }
+}
+
 void AttendOne(const LayerGeometry& g, const float* q, const Mixed& k, const Mixed& v, int64_t begin, int64_t end,
                std::vector<float>* scores, std::vector<double>* out) {
   scores->resize(static_cast<size_t>(end - begin));
@@ -141,11 +168,18 @@ class Measure {
     KVCELL_FAIL_IF_ERROR(Check());
     std::vector<CodecError> rows;
     std::vector<CodecSpec> specs;
+    std::vector<const Calibration*> calibrations;  // of each row; null: none
+    const auto add = [&](const CodecSpec& spec, std::string name, const Calibration* calibration) {
+      specs.push_back(spec);
+      calibrations.push_back(calibration);
+      rows.push_back({.codec = std::move(name), .in_place = AttendedInPlace(spec.k) && AttendedInPlace(spec.v)});
+    };
     for (const std::string& name : options_.codecs) {
       auto spec = ParseCodec(name);
       if (!spec) return Fail(spec.error());
-      specs.push_back(*spec);
-      rows.push_back({.codec = name, .in_place = AttendedInPlace(spec->k) && AttendedInPlace(spec->v)});
+      add(*spec, name, nullptr);
+      if (!spec->k.channel_offset) continue;
+      for (const Calibration& c : options_.calibrations) add(*spec, fmt::format("{} {}", name, c.Text()), &c);
     }
     std::vector<SideSums> k(specs.size()), v(specs.size());
     std::vector<OutputSums> output(specs.size());
@@ -164,7 +198,7 @@ class Measure {
         }
         const Exact exact = ExactHead(l, h);
         for (size_t c = 0; c < specs.size(); ++c) {
-          auto coded = CodeHead(data_, l, h, specs[c], options_.sinks);
+          auto coded = CodeHead(data_, l, h, specs[c], options_.sinks, calibrations[c]);
           if (!coded) return Fail(coded.error());
           const CodedRange range = Coded(data_.n_tokens, options_.sinks);
           layer_k[c].Add(Compare(exact.k, coded->k, g.head_dim_k, range));
@@ -352,8 +386,15 @@ class Measure {
 
 }  // namespace
 
-Result<DecodedHead> CodeHead(const KvData& data, size_t layer, int head, const CodecSpec& codec, int32_t sinks) {
+std::string Calibration::Text() const {
+  return every == 0 ? fmt::format("calibrated on {}", prompt)
+                    : fmt::format("calibrated on {}, every {} over {}", prompt, every, over);
+}
+
+Result<DecodedHead> CodeHead(const KvData& data, size_t layer, int head, CodecSpec codec, int32_t sinks,
+                             const Calibration* calibration) {
   const LayerGeometry& g = data.geometry[layer];
+  if (calibration != nullptr) codec.k.channel_offset = false;
   const auto layout = MakeCellLayout(codec, g.head_dim_k, g.head_dim_v);
   if (!layout) return Fail(layout.error());
   const ExactLayout exact_layout = MakeExactLayout(kBlockTokens, g.head_dim_k, g.head_dim_v);
@@ -363,7 +404,13 @@ Result<DecodedHead> CodeHead(const KvData& data, size_t layer, int head, const C
   std::vector<float> k(static_cast<size_t>(kBlockTokens * g.head_dim_k)),
       v(static_cast<size_t>(kBlockTokens * g.head_dim_v));
   SanitizeCounts counts;
+  const std::vector<float> keys = calibration != nullptr ? out.k : std::vector<float>();
+  std::vector<float> offsets(static_cast<size_t>(g.head_dim_k));
   for (int64_t begin = 0; begin + kBlockTokens <= data.n_tokens; begin += kBlockTokens) {
+    if (calibration != nullptr) {
+      offsets = OffsetsAt(keys, g.head_dim_k, begin, sinks, *calibration);
+      AddToRows(out.k.data() + begin * g.head_dim_k, offsets, -1.0f);
+    }
     for (int t = 0; t < kBlockTokens; ++t) {
       WriteExactToken(exact_layout, exact.data(), t, out.k.data() + (begin + t) * g.head_dim_k,
                       out.v.data() + (begin + t) * g.head_dim_v, &counts);
@@ -373,6 +420,7 @@ Result<DecodedHead> CodeHead(const KvData& data, size_t layer, int head, const C
     DecodeCell(*layout, cell.data(), k.data(), v.data());
     std::copy(k.begin() + first * g.head_dim_k, k.end(), out.k.begin() + (begin + first) * g.head_dim_k);
     std::copy(v.begin() + first * g.head_dim_v, v.end(), out.v.begin() + (begin + first) * g.head_dim_v);
+    if (calibration != nullptr) AddToRows(out.k.data() + begin * g.head_dim_k, offsets, 1.0f);
   }
   return out;
 }

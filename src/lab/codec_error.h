@@ -34,9 +34,21 @@ struct CodecError {
   std::vector<LayerError> layers = {};
 };
 
+// Where the channel offsets of K come from in place of each block's own mean: the mean over the first `prompt` tokens
+// (static calibration), taken again every `every` tokens over the last `over` ones. What was coded before keeps its
+// own.
+struct Calibration {
+  int64_t prompt = 512;
+  int64_t every = 0;  // 0: never again
+  int64_t over = 0;
+
+  std::string Text() const;  // "calibrated on 512", "calibrated on 512, every 256 over 1024"
+};
+
 struct CodecErrorOptions {
   std::vector<std::string> codecs = {};
-  int32_t sinks = 4;  // tokens that stay exact at the start
+  std::vector<Calibration> calibrations = {};  // measured beside each codec whose K takes channel offsets off
+  int32_t sinks = 4;                           // tokens that stay exact at the start
   int32_t recent_blocks = 0;
   std::function<void(int64_t done, int64_t total)> on_layer = {};
   std::function<bool()> should_stop = {};
@@ -47,11 +59,13 @@ struct CodecErrorOptions {
 Result<std::vector<CodecError>> MeasureCodecErrors(const KvData& data, const CodecErrorOptions& options);
 
 // One head's K [n_tokens, dk] and V as a reader of the cache gets them under `codec`: decoded cells, and exact values
-// where sinks and the last, open block are.
+// where sinks and the last, open block are. With `calibration` its offsets are taken off K before coding, and the
+// codec's own are not.
 struct DecodedHead {
   std::vector<float> k = {}, v = {};
 };
-Result<DecodedHead> CodeHead(const KvData& data, size_t layer, int head, const CodecSpec& codec, int32_t sinks);
+Result<DecodedHead> CodeHead(const KvData& data, size_t layer, int head, CodecSpec codec, int32_t sinks,
+                             const Calibration* calibration = nullptr);
 
 // Rows [layer, head] of what channels hold.
 struct HeadStats {

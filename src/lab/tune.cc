@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <memory>
+#include <tuple>
 #include <utility>
 
 #include "kvcell/cache.h"
@@ -19,6 +20,7 @@ namespace kvcell {
 namespace {
 
 constexpr int64_t kChunk = 64;
+constexpr int kRounds = 4;  // of choosing by estimate and measuring
 
 class Tuner {
  public:
@@ -27,7 +29,7 @@ class Tuner {
   Result<TuneResult> Run() {
     KVCELL_FAIL_IF_ERROR(Load());
     const size_t n = model_->facts().geometry.size();
-    total_ = static_cast<int64_t>(n) + 4;
+    total_ = static_cast<int64_t>(n) + 2 + kRounds;
     const size_t smallest = specs_.size() - 1;
     TuneResult result{.model = model_->facts().name};
     auto finest = Measure(std::vector<size_t>(n, 0));
@@ -43,28 +45,14 @@ class Tuner {
                               names_[0], *finest, options_.kld_limit));
     }
     std::vector<size_t> choice(n, smallest);
+    result.kld = *all_smallest;
     if (*all_smallest > options_.kld_limit) {
-      auto losses = Losses();
-      if (!losses) return Fail(losses.error());
-      // Made finer by the estimate first, then until the measurement agrees.
-      while (Estimate(*losses, choice) > options_.kld_limit && Refine(*losses, &choice)) {
-      }
-      for (;;) {
-        auto kld = Measure(choice);
-        if (!kld) return Fail(kld.error());
-        result.kld = *kld;
-        if (*kld <= options_.kld_limit || !Refine(*losses, &choice)) break;
-      }
-    } else {
-      result.kld = *all_smallest;
+      auto chosen = Choose(*finest);
+      if (!chosen) return Fail(chosen.error());
+      std::tie(choice, result.kld) = *std::move(chosen);
     }
-    double bytes = 0, elements = 0;
-    for (size_t l = 0; l < n; ++l) {
-      result.codec_by_layer.push_back(names_[choice[l]]);
-      bytes += Weight(l) * bits_[choice[l]][l];
-      elements += Weight(l);
-    }
-    result.bits = bytes / elements;
+    for (size_t l = 0; l < n; ++l) result.codec_by_layer.push_back(names_[choice[l]]);
+    result.bits = Bits(choice);
     result.rules = RulesText(result);
     if (options_.on_probe) options_.on_probe(total_, total_);
     return result;
@@ -150,8 +138,44 @@ class Tuner {
     return MeanDivergence(reference_, logits, static_cast<size_t>(model_->facts().n_vocab));
   }
 
-  // [codec][layer]: what each layer adds to the divergence under each codec.
-  Result<std::vector<std::vector<double>>> Losses() {
+  // The choice of fewest bits that was measured to stay under the limit, and its divergence. `floor` is that of the
+  // finest codec everywhere: what rounding alone does to a model whose products round, and no choice gets below.
+  // Estimates add up what layers lose alone; how far the sum is off is learnt from each measurement.
+  Result<std::pair<std::vector<size_t>, double>> Choose(double floor) {
+    const size_t n = model_->facts().geometry.size(), smallest = specs_.size() - 1;
+    auto losses = Losses(floor);
+    if (!losses) return Fail(losses.error());
+    std::pair<std::vector<size_t>, double> best{std::vector<size_t>(n, 0), floor};
+    std::vector<size_t> last;
+    double scale = 1;
+    for (int round = 0; round < kRounds; ++round) {
+      std::vector<size_t> choice(n, smallest);
+      while (floor + scale * Estimate(*losses, choice) > options_.kld_limit && Refine(*losses, &choice)) {
+      }
+      if (choice == last) break;
+      last = choice;
+      auto kld = Measure(choice);
+      if (!kld) return Fail(kld.error());
+      if (*kld <= options_.kld_limit && Bits(choice) < Bits(best.first)) best = {choice, *kld};
+      const double estimate = Estimate(*losses, choice);
+      if (estimate <= 0) break;
+      scale = std::clamp(std::max(0.0, *kld - floor) / estimate, scale / 4, scale * 4);
+    }
+    return best;
+  }
+
+  // Per element, over all layers.
+  double Bits(const std::vector<size_t>& choice) const {
+    double bits = 0, elements = 0;
+    for (size_t l = 0; l < choice.size(); ++l) {
+      bits += Weight(l) * bits_[choice[l]][l];
+      elements += Weight(l);
+    }
+    return bits / elements;
+  }
+
+  // [codec][layer]: what each layer adds to the divergence under each codec, beyond the floor.
+  Result<std::vector<std::vector<double>>> Losses(double floor) {
     const size_t n = model_->facts().geometry.size(), smallest = specs_.size() - 1;
     std::vector<double> alone;
     for (size_t l = 0; l < n; ++l) {
@@ -159,7 +183,7 @@ class Tuner {
       choice[l] = smallest;
       auto kld = Measure(choice);
       if (!kld) return Fail(kld.error());
-      alone.push_back(std::max(0.0, *kld));
+      alone.push_back(std::max(0.0, *kld - floor));
     }
     return Scaled(alone);
   }

@@ -35,7 +35,8 @@ struct TuneResult {
 
 // Each layer's loss is measured alone under the smallest codec, and that of the other codecs taken in proportion to
 // what they do to the layer's attention outputs; layers get finer where that gains most for each bit until the sum is
-// under the limit; then the choice is measured whole and made finer until it really is. kInvalidArgument where even the
+// under the limit. The choice is measured whole, the sum corrected by what it was off, and chosen again, some rounds
+// long; the smallest choice that was measured under the limit is it. kInvalidArgument where even the
 // finest codec everywhere is above the limit: the sentence says by how much.
 Result<TuneResult> Tune(const TuneOptions& options);
 

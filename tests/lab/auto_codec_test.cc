@@ -53,9 +53,10 @@ TEST_F(AutoCodec, IsMeasuredOnceAndFoundAgainUnderAnotherName) {
   ASSERT_TRUE((*first)->codec);
   ASSERT_FALSE(Kept().empty());
   // What lies there is used: a choice that nothing measures.
-  ASSERT_TRUE(ReplaceTextFile(Kept(), "codec: \"k=int4:g16,v=int2:g16\"\nrules:\n"
-                                      "  - {event: TOKEN_APPEND, from: none, to: ACTIVE}\n"
-                                      "  - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED, when: {block: sealed}}\n")
+  ASSERT_TRUE(ReplaceTextFile(Kept(),
+                              "codec: \"k=int4:g16,v=int2:g16\"\nrules:\n"
+                              "  - {event: TOKEN_APPEND, from: none, to: ACTIVE}\n"
+                              "  - {event: TOKEN_APPEND, from: ACTIVE, to: QUANTIZED, when: {block: sealed}}\n")
                   .ok());
   fs::rename(options_.model, home_ + "/renamed.gguf");
   options_.model = home_ + "/renamed.gguf";

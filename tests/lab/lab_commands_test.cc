@@ -154,6 +154,34 @@ TEST(CodecErrors, AreThoseOfTheDecodedValues) {
             StatusCode::kInvalidArgument);
 }
 
+// Offsets from calibration do not follow a lone token that is far larger than its block; taken again, they follow
+// channels whose means move.
+TEST(CodecErrors, CalibratedOffsetsWinOverALoneOutlierAndRecalibrationOverDrift) {
+  const int64_t n = 768;
+  const KvData made = MakeKv(OneLayer(), n, 32, 2);
+  const auto k_error = [&](const KvData& data) {
+    const auto rows = MeasureCodecErrors(
+        data, {.codecs = {"i4", "f16"}, .calibrations = {{.prompt = 256}, {.prompt = 256, .every = 128, .over = 128}}});
+    EXPECT_TRUE(rows);
+    EXPECT_EQ(rows->size(), 4u);  // f16 takes no offsets off
+    EXPECT_EQ((*rows)[1].codec, "i4 calibrated on 256");
+    EXPECT_EQ((*rows)[2].codec, "i4 calibrated on 256, every 128 over 128");
+    std::vector<double> lost;  // of a token's direction, so that no token counts more than another
+    for (size_t i = 0; i < 3; ++i) lost.push_back(1.0 - (*rows)[i].k.cosine);
+    return lost;
+  };
+  KvData outlier = made;
+  for (size_t i = 0; i < 128; ++i) outlier.layers[0].k[(10 * 64 + 5) * 128 + i] *= 100.0f;
+  EXPECT_LT(k_error(outlier)[1], 0.95 * k_error(outlier)[0]);
+  KvData drift = made;
+  for (size_t t = 0; t < static_cast<size_t>(n); ++t) {
+    for (size_t i = 0; i < 128; ++i) drift.layers[0].k[t * 128 + i] += t < 384 ? 20.0f : -20.0f;
+  }
+  EXPECT_LT(k_error(drift)[2], 0.5 * k_error(drift)[1]);
+  // Both ways are the block's own means where these say the same.
+  EXPECT_NEAR(k_error(made)[1] / k_error(made)[0], 1.0, 0.25);
+}
+
 // The same K and V under more and more query heads a KV head: what each head loses does not grow with their number, and
 // is told for every ratio.
 TEST(FieldCases, A23OutputErrorIsToldAtEveryGqaRatio) {
