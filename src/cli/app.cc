@@ -304,8 +304,8 @@ class Program {
         LabStatsCommand);
     add("error", "what codecs do to K, V and attention's outputs, on exported, live or made values",
         "kvcell lab error --from kv --codec i4 i3 k=nf4,v=nf4 k=tq4,v=tq4",
-        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "calibrate", "sinks", "recent-blocks", "by-layer", "layers",
-         "heads", "kv-heads", "head-dim", "weights", "threads", "json", "quiet"},
+        {"model", "lab-text", "from", "lab-tokens", "lab-codecs", "calibrate", "sinks", "recent-blocks", "by-layer",
+         "layers", "heads", "kv-heads", "head-dim", "weights", "threads", "json", "quiet"},
         LabErrorCommand);
     add("quality", "perplexity and KL divergence by codec, against the same model's f16 KV",
         "kvcell lab quality -m model.gguf -f text.txt --context 2048 --codec i8 i4 --weights f32 --peer",
@@ -339,7 +339,8 @@ class Program {
         LabSweepCommand);
     add("report", "all of it as one HTML file that opens with four experiments, each passed or failed",
         "kvcell lab report -m model.gguf -o report.html --measurement quality.json error.json",
-        {"model", "lab-output", "measurements", "one-codec", "ram-budget", "threads", "json", "quiet"}, LabReportCommand);
+        {"model", "lab-output", "measurements", "one-codec", "ram-budget", "threads", "json", "quiet"},
+        LabReportCommand);
     add("stream", "endless text through a window of rules: perplexity beside recomputing each window",
         "kvcell lab stream -m model.gguf -f text.txt --profile edge --context 16384",
         {"model", "lab-text", "stream-tokens", "rules", "profile", "every", "threads", "json", "quiet"},
@@ -380,11 +381,11 @@ class Program {
   }
 
   void AddTune() {
-    CLI::App* command =
-        Command(&app_, "tune", "finds the smallest codec for each layer under a limit, writes a rules file",
-                "kvcell tune -m model.gguf --kld 0.01 -o model.rules.yaml");
-    parser_.Offer(command, {"model", "lab-text", "lab-probe", "tune-codecs", "kld", "lab-output", "sinks", "threads",
-                            "json", "quiet"});
+    CLI::App* command = Command(
+        &app_, "tune", "finds the codec for each layer under a limit of divergence or bits, writes a rules file",
+        "kvcell tune -m model.gguf --kld 0.01 -o model.rules.yaml");
+    parser_.Offer(command, {"model", "lab-text", "lab-probe", "tune-codecs", "kld", "bits", "weights", "lab-output",
+                            "sinks", "threads", "json", "quiet"});
     OnChosen(command, TuneCommand);
   }
 

@@ -1,11 +1,13 @@
 #include "cli/auto_codec.h"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <filesystem>
 #include <utility>
 
 #include "base/text_file.h"
+#include "cell/rules.h"
 #include "cli/interrupt.h"
 #include "cli/output.h"
 #include "lab/tune.h"
@@ -14,6 +16,23 @@
 
 namespace kvcell::cli {
 namespace {
+
+// Rules that were kept: what tune writes says which codecs hold and nothing on which answers depend.
+Result<std::shared_ptr<const Rules>> Kept(const std::string& path) {
+  std::error_code error;
+  const auto type = std::filesystem::status(path, error).type();
+  if (type == std::filesystem::file_type::not_found) return Fail(StatusCode::kNotFound, path);
+  if (type != std::filesystem::file_type::regular) {
+    return Fail(StatusCode::kIoError, fmt::format("{} is no file", path));
+  }
+  const auto text = ReadTextFile(path, kMostSettingsBytes);
+  if (!text) return Fail(text.error());
+  auto rules = ParseRules(*text, path);
+  if (rules && (!(*rules)->codec || !(*rules)->MayShare())) {
+    return Fail(StatusCode::kCorruption, fmt::format("{} says more than codecs by layer", path));
+  }
+  return rules;
+}
 
 Result<std::string> Measure(const Options& options) {
   CatchInterrupts();
@@ -49,13 +68,24 @@ Result<std::shared_ptr<const Rules>> AutoRules(const Options& options) {
   if (!weights) return Fail(weights.error());
   const std::string digest = DigestWeights(weights->bytes(), weights->info(), folder).text;
   const std::string path = fmt::format("{}/{}.auto.yaml", folder, digest);
-  if (const auto text = ReadTextFile(path, kMostSettingsBytes)) {
-    if (auto rules = ParseRules(*text, path)) return rules;
+  auto known = Kept(path);
+  if (known) return known;
+  std::error_code ignored;
+  std::filesystem::create_directories(folder, ignored);
+  if (!options.quiet) {
+    if (known.error().code() != StatusCode::kNotFound) {
+      PrintWarning(
+          fmt::format("the codecs that were measured for this model are measured again: {}", known.error().message()));
+    }
+    if (::access(folder.c_str(), W_OK) != 0) {
+      PrintWarning(
+          fmt::format("{} can't be written, so what is measured now is not kept; `kvcell tune -m {} -o FILE` "
+                      "keeps it where you say, for --rules FILE",
+                      folder, options.model));
+    }
   }
   auto text = Measure(options);
   if (!text) return Fail(text.error());
-  std::error_code ignored;
-  std::filesystem::create_directories(folder, ignored);
   if (const Status kept = ReplaceTextFile(path, *text); !kept.ok() && !options.quiet) {
     PrintWarning(
         fmt::format("the codecs were measured but not kept, so the next run measures again: {}", kept.message()));

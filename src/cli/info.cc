@@ -139,7 +139,9 @@ void PrintCodecs(const std::vector<CodecRow>& rows) {
     Print(stdout,
           "\nOr K and V apart: k=int4:g64:lloyd:rot:off,v=int8:g64; bits count every byte of a sealed cell. What is "
           "decoded\n"
-          "(sixteen tokens at a time) is for study: slower than what is attended in place.\n");
+          "(sixteen tokens at a time) is for study: slower than what is attended in place. `run` and `chat` take "
+          "`--codec auto` too: for\n"
+          "each layer the smallest codec that the model bears, measured once (`kvcell tune`).\n");
   }
 }
 

@@ -271,9 +271,13 @@ int TuneCommand(const Options& options) {
   if (options.model.empty()) return Failed(Status(StatusCode::kInvalidArgument, "tune needs a model (-m)"));
   TuneOptions tune{.model = options.model,
                    .kld_limit = options.kld_limit,
+                   .bits_limit = options.bits_limit,
                    .sinks = options.sinks,
+                   .weights_f32 = options.weights_f32,
                    .n_threads = options.threads,
                    .should_stop = Stop};
+  if (options.bits_limit > 0 && options.Given("kld"))
+    return Failed(Status(StatusCode::kInvalidArgument, "--kld and --bits can't both be given; choose one limit"));
   if (options.file) {
     auto text = ReadTextFile(*options.file);
     if (!text) return Failed(text.error());

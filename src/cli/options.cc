@@ -60,6 +60,10 @@ Status SetText(const std::string& text, const char* what, std::string* value) {
 }
 
 Status CheckCodec(const std::string& text) {
+  if (text == kAutoCodec) {
+    return Status(StatusCode::kInvalidArgument,
+                  "'auto' chooses codecs for `run` and `chat`; name with --codec which ones this command is to take");
+  }
   const Result<CodecSpec> codec = ParseCodec(text);
   return codec ? OkStatus() : codec.error();
 }
@@ -118,9 +122,6 @@ Status SetDurability(const std::string& text, uint8_t* value) {
 }
 
 Status SetCodec(const std::string& text, Options* options) {
-  if (text == kAutoCodec) {
-    return Status(StatusCode::kInvalidArgument, "'auto' chooses for `run` and `chat`; name the codec to measure here");
-  }
   KVCELL_RETURN_IF_ERROR(CheckCodec(text));
   options->codec = text;
   return OkStatus();
@@ -579,7 +580,6 @@ const std::vector<OptionSpec>& Table() {
                "names",
        .many = true,
        .setting = false,
-       .setting_name = "rules",
        .set =
            [](const std::string& t, Options* o) {
              o->rules_files = SplitList(t);
@@ -620,7 +620,7 @@ const std::vector<OptionSpec>& Table() {
       {.name = "lab-probe",
        .flags = "--context",
        .type = "N",
-       .shown_default = "512",
+       .shown_default = "1024",
        .help = "tokens of the probe, of which the second half is scored; more measures better and takes longer",
        .setting = false,
        .setting_name = "context",
@@ -628,11 +628,10 @@ const std::vector<OptionSpec>& Table() {
       {.name = "tune-codecs",
        .flags = "--codec",
        .type = "SPEC...",
-       .shown_default = "i8 i5 i4 i43 i3",
+       .shown_default = "the presets, and two with a finer K",
        .help = "codecs to choose from (`kvcell info --codecs`)",
        .many = true,
        .setting = false,
-       .setting_name = "codec",
        .set = [](const std::string& t, Options* o) { return SetCodecs(t, &o->codecs); }},
       {.name = "kld",
        .flags = "--kld",
@@ -643,6 +642,14 @@ const std::vector<OptionSpec>& Table() {
            "more bits",
        .setting = false,
        .set = [](const std::string& t, Options* o) { return SetDecimal(t, 1e-6, 10.0, &o->kld_limit); }},
+      {.name = "bits",
+       .flags = "--bits",
+       .type = "X",
+       .help =
+           "bits per element that the choice must not pass, in place of --kld: the answers closest to f16 that they "
+           "buy",
+       .setting = false,
+       .set = [](const std::string& t, Options* o) { return SetDecimal(t, 1.0, 32.0, &o->bits_limit); }},
       {.name = "calibrate",
        .flags = "--calibrate",
        .type = "N...",
@@ -1002,7 +1009,7 @@ Result<Options> OptionParser::Resolve(const CLI::App* command) {
     } else if (entry != file->entries.end()) {
       origin.value = entry->value;
       origin.source = fmt::format("{}:{}", file->path, entry->line);
-      blame = fmt::format("{}: {}", origin.source, spec.name);
+      blame = fmt::format("{}: {}", origin.source, known_as);
     } else {
       set = false;
       if (offered->flag) origin.value = "false";

@@ -101,11 +101,12 @@ struct Options {
   std::string output;
   std::string from;
   std::vector<std::string> measurements;
-  int64_t questions = 0;  // 0: the command's own number
+  int64_t questions = 0;           // 0: the command's own number
   std::vector<int64_t> calibrate;  // prompt, every, over
   bool channels = false;
   bool by_layer = false;
   double kld_limit = 0.01;
+  double bits_limit = 0;
   std::vector<std::string> given;  // names of the options that were set anywhere
   bool Given(std::string_view name) const;
 };

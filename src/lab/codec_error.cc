@@ -181,6 +181,10 @@ class Measure {
       if (!spec->k.channel_offset) continue;
       for (const Calibration& c : options_.calibrations) add(*spec, fmt::format("{} {}", name, c.Text()), &c);
     }
+    if (!options_.calibrations.empty() && rows.size() == options_.codecs.size()) {
+      return Fail(StatusCode::kInvalidArgument,
+                  "none of these codecs takes channel offsets off K (`off`), so there is nothing to calibrate");
+    }
     std::vector<SideSums> k(specs.size()), v(specs.size());
     std::vector<OutputSums> output(specs.size());
     std::vector<double> bytes(specs.size());
@@ -266,6 +270,13 @@ class Measure {
       return Status(
           StatusCode::kInvalidArgument,
           fmt::format("{} tokens are less than a block of {}; nothing would be coded", data_.n_tokens, kBlockTokens));
+    }
+    for (const Calibration& c : options_.calibrations) {
+      if (c.prompt <= options_.sinks || c.prompt > data_.n_tokens || (c.every > 0 && c.over < 1)) {
+        return Status(StatusCode::kInvalidArgument,
+                      fmt::format("K can't be calibrated on {} tokens: there are {}, of which the first {} stay exact",
+                                  c.prompt, data_.n_tokens, options_.sinks));
+      }
     }
     return OkStatus();
   }

@@ -47,8 +47,10 @@ struct Calibration {
 
 struct CodecErrorOptions {
   std::vector<std::string> codecs = {};
-  std::vector<Calibration> calibrations = {};  // measured beside each codec whose K takes channel offsets off
-  int32_t sinks = 4;                           // tokens that stay exact at the start
+  // Measured beside each codec whose K takes channel offsets off; its parameters are stored with the block, as the
+  // block's own are.
+  std::vector<Calibration> calibrations = {};
+  int32_t sinks = 4;  // tokens that stay exact at the start
   int32_t recent_blocks = 0;
   std::function<void(int64_t done, int64_t total)> on_layer = {};
   std::function<bool()> should_stop = {};

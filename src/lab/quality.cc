@@ -170,8 +170,12 @@ class Run {
   explicit Run(const QualityOptions& options) : options_(options), path_(options.model) {}
 
   Status Load() {
-    if (options_.context < 2 || options_.windows < 1 || options_.chunk < 1) {
-      return Status(StatusCode::kInvalidArgument, "context, windows and chunk must be positive");
+    if (options_.context < 4 || options_.windows < 1 || options_.chunk < 1) {
+      return Status(
+          StatusCode::kInvalidArgument,
+          fmt::format("windows of {} tokens leave nothing to score; give --context 4 or more, and more than {} "
+                      "for sealed blocks to be read at all",
+                      options_.context, 2 * kBlockTokens));
     }
     if (options_.weights_f32) {
       auto copy = F32CopyOf(path_);
@@ -315,6 +319,15 @@ class Run {
       }
       floor_ = kept.at("floor").get<std::vector<double>>();
       done_ = std::min(kept.at("windows").get<int64_t>(), n_windows_);
+      // Of more windows than are asked for now the first ones.
+      const auto n_scored = static_cast<size_t>(done_ * (options_.context - 1 - options_.context / 2));
+      for (Scores& s : scores) {
+        s.nll.resize(n_scored);
+        s.kld.resize(n_scored);
+        s.same_top.resize(n_scored);
+        s.window_kld.resize(static_cast<size_t>(done_));
+      }
+      floor_.resize(n_scored);
       scores_ = std::move(scores);
     } catch (const Json::exception&) {
       done_ = 0;  // not a state of ours: measure again

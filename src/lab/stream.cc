@@ -23,7 +23,8 @@ using Clock = std::chrono::steady_clock;
 double BlockLoss(std::span<const float> logits, std::span<const float> before, std::span<const Token> tokens,
                  size_t n_vocab) {
   double loss = before.empty() ? 0.0 : -LogProbability(before, tokens[0]);
-  for (size_t i = 1; i < tokens.size(); ++i) loss -= LogProbability(logits.subspan((i - 1) * n_vocab, n_vocab), tokens[i]);
+  for (size_t i = 1; i < tokens.size(); ++i)
+    loss -= LogProbability(logits.subspan((i - 1) * n_vocab, n_vocab), tokens[i]);
   return loss;
 }
 

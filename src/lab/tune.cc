@@ -14,6 +14,7 @@
 #include "lab/divergence.h"
 #include "lab/kv_data.h"
 #include "lab/layered_cache.h"
+#include "lab/statistics.h"
 #include "model/model.h"
 
 namespace kvcell {
@@ -39,15 +40,23 @@ class Tuner {
     result.kld_finest = *finest;
     result.sinks = options_.sinks;
     result.kld_smallest = *all_smallest;
-    if (*finest > options_.kld_limit) {
-      return Fail(StatusCode::kInvalidArgument,
-                  fmt::format("even {} in every layer diverges by {:.5f}, above the limit of {:.5f}; raise the limit",
-                              names_[0], *finest, options_.kld_limit));
-    }
     std::vector<size_t> choice(n, smallest);
+    const bool by_bits = options_.bits_limit > 0;
+    if (by_bits && Bits(choice) > options_.bits_limit) {
+      return Fail(StatusCode::kInvalidArgument, fmt::format("even {} in every layer takes {:.3f} bits, above the limit "
+                                                            "of {:.3f}; raise the limit, or name smaller codecs",
+                                                            names_[smallest], Bits(choice), options_.bits_limit));
+    }
+    if (!by_bits && *finest > options_.kld_limit) {
+      return Fail(
+          StatusCode::kInvalidArgument,
+          fmt::format("even {} in every layer diverges by {:.3g}, above the limit of {:.3g}; raise the limit, or "
+                      "name finer codecs",
+                      names_[0], *finest, options_.kld_limit));
+    }
     result.kld = *all_smallest;
-    if (*all_smallest > options_.kld_limit) {
-      auto chosen = Choose(*finest);
+    if (by_bits || *all_smallest > options_.kld_limit) {
+      auto chosen = by_bits ? ChooseWithinBits(*finest) : Choose(*finest);
       if (!chosen) return Fail(chosen.error());
       std::tie(choice, result.kld) = *std::move(chosen);
     }
@@ -61,20 +70,34 @@ class Tuner {
  private:
   Status Load() {
     if (options_.codecs.empty()) return Status(StatusCode::kInvalidArgument, "tune needs codecs to choose from");
-    auto model =
-        Model::Load(options_.model, {.n_threads = options_.n_threads, .max_batch = static_cast<int32_t>(kChunk)});
+    path_ = options_.model;
+    if (options_.weights_f32) {
+      auto copy = F32CopyOf(path_);
+      if (!copy) return copy.error();
+      path_ = *std::move(copy);
+    }
+    auto model = Model::Load(path_, {.n_threads = options_.n_threads, .max_batch = static_cast<int32_t>(kChunk)});
     if (!model) return model.error();
     model_ = std::move(*model);
-    std::string text = options_.text;
-    if (text.empty()) {
-      for (const Question& q : FixedQuestions()) text += q.context + "\n" + q.text + "\n";
+    text_ = options_.text;
+    if (text_.empty()) {
+      for (const Question& q : FixedQuestions()) text_ += q.context + "\n" + q.text + "\n";
     }
-    auto tokens = model_->Tokenize(text, /*special=*/true, /*parse=*/false);
+    auto tokens = model_->Tokenize(text_, /*special=*/true, /*parse=*/false);
     if (!tokens) return tokens.error();
     tokens_ = std::move(*tokens);
     if (options_.context < 2 * kBlockTokens || static_cast<int64_t>(tokens_.size()) < options_.context) {
-      return Status(StatusCode::kInvalidArgument, fmt::format("the probe takes {} tokens, at least {}; the text has {}",
-                                                              options_.context, 2 * kBlockTokens, tokens_.size()));
+      return Status(
+          StatusCode::kInvalidArgument,
+          fmt::format(
+              "the probe takes {} tokens, at least {}; the text has {}: give a longer one, or a smaller --context",
+              options_.context, 2 * kBlockTokens, tokens_.size()));
+    }
+    if (const int64_t most = model_->facts().context_train; most > 0 && options_.context > most) {
+      return Status(StatusCode::kInvalidArgument,
+                    fmt::format("a probe of {} tokens is beyond the {} that the model was trained for; give a smaller "
+                                "--context",
+                                options_.context, most));
     }
     tokens_.resize(static_cast<size_t>(options_.context));
     const Geometry& geometry = model_->facts().geometry;
@@ -112,12 +135,14 @@ class Tuner {
 
   // Logits of the scored half under the choice in force.
   Status Feed(std::vector<float>* logits) {
-    if (options_.should_stop && options_.should_stop()) return Status(StatusCode::kCancelled, "stopped");
     logits->clear();
     auto sequence = cache_->Create();
     if (!sequence) return sequence.error();
     std::vector<float> part;
     for (int64_t at = 0; at < options_.context; at += kChunk) {
+      if (options_.should_stop && options_.should_stop()) {
+        return Status(StatusCode::kCancelled, "measuring codecs was stopped; nothing of it is kept");
+      }
       const int64_t count = std::min(kChunk, options_.context - at);
       const bool scored = at >= options_.context / 2;
       const ModelStep step{
@@ -164,6 +189,18 @@ class Tuner {
     return best;
   }
 
+  // The choice that is estimated to diverge least within bits_limit, and what it was measured to.
+  Result<std::pair<std::vector<size_t>, double>> ChooseWithinBits(double floor) {
+    auto losses = Losses(floor);
+    if (!losses) return Fail(losses.error());
+    std::vector<size_t> choice(model_->facts().geometry.size(), specs_.size() - 1);
+    while (Refine(*losses, &choice)) {
+    }
+    auto kld = Measure(choice);
+    if (!kld) return Fail(kld.error());
+    return std::pair(choice, *kld);
+  }
+
   // Per element, over all layers.
   double Bits(const std::vector<size_t>& choice) const {
     double bits = 0, elements = 0;
@@ -172,6 +209,11 @@ class Tuner {
       elements += Weight(l);
     }
     return bits / elements;
+  }
+
+  double BitsWith(std::vector<size_t> choice, size_t layer, size_t codec) const {
+    choice[layer] = codec;
+    return Bits(choice);
   }
 
   // [codec][layer]: what each layer adds to the divergence under each codec, beyond the floor.
@@ -185,18 +227,30 @@ class Tuner {
       if (!kld) return Fail(kld.error());
       alone.push_back(std::max(0.0, *kld - floor));
     }
+    // A probe is short, and what one layer loses on it hangs on few positions: half of what was measured, half of what
+    // the layers lose in the mean, says more about another text than the measurement alone.
+    const double mean = Mean(alone);
+    for (double& loss : alone) loss = 0.5 * (loss + mean);
     return Scaled(alone);
   }
 
-  // Values that look like the layers' own are enough for the proportion between codecs: they code all values alike.
+  // What a layer loses under the other codecs, in proportion to what they do to its own attention outputs.
   Result<std::vector<std::vector<double>>> Scaled(const std::vector<double>& alone) const {
-    const KvData made = MakeKv({model_->facts().geometry.front()}, 256, 16, 1);
-    auto errors = MeasureCodecErrors(made, {.codecs = names_, .sinks = options_.sinks});
+    const auto values = CaptureKv({.model = path_,
+                                   .text = text_,
+                                   .tokens = options_.context,
+                                   .n_threads = options_.n_threads,
+                                   .should_stop = options_.should_stop});
+    if (!values) return Fail(values.error());
+    const auto errors =
+        MeasureCodecErrors(*values, {.codecs = names_, .sinks = options_.sinks, .should_stop = options_.should_stop});
     if (!errors) return Fail(errors.error());
     std::vector<std::vector<double>> losses;
     for (const CodecError& e : *errors) {
       std::vector<double>& row = losses.emplace_back();
-      for (const double kld : alone) row.push_back(kld * e.output / std::max(errors->back().output, 1e-30));
+      for (size_t l = 0; l < alone.size(); ++l) {
+        row.push_back(alone[l] * e.layers[l].output / std::max(errors->back().layers[l].output, 1e-30));
+      }
     }
     return losses;
   }
@@ -212,13 +266,14 @@ class Tuner {
     return static_cast<double>(g.n_kv_heads) * (g.head_dim_k + g.head_dim_v);
   }
 
-  // Makes the layer finer that gains most for each bit; false where all are as fine as can be.
+  // Makes the layer finer that gains most for each bit; false where none can be or bits_limit leaves no room.
   bool Refine(const std::vector<std::vector<double>>& losses, std::vector<size_t>* choice) const {
     size_t best = choice->size(), best_codec = 0;
     double best_gain = -1;
     for (size_t l = 0; l < choice->size(); ++l) {
       const size_t now = (*choice)[l];
       for (size_t c = 0; c < now; ++c) {
+        if (options_.bits_limit > 0 && BitsWith(*choice, l, c) > options_.bits_limit) continue;
         const double cost = Weight(l) * std::max(1e-9, bits_[c][l] - bits_[now][l]);
         const double gain = (losses[now][l] - losses[c][l]) / cost;
         if (gain > best_gain) {
@@ -234,6 +289,7 @@ class Tuner {
   }
 
   const TuneOptions& options_;
+  std::string path_, text_;  // as measured
   std::unique_ptr<Model> model_;
   std::vector<Token> tokens_;
   std::vector<std::pair<double, std::string>> order_;
@@ -264,7 +320,7 @@ std::string RulesText(const TuneResult& result) {
   std::string text = fmt::format(
       "# Codecs by layer for {}, measured by `kvcell tune`: {:.3f} bits per element, mean KL divergence {:.5f}\n"
       "# against the model's own f16 KV ({:.5f} with the smallest codec everywhere).\n"
-      "name: tuned\ncodec: {}\n",
+      "name: tuned\ncodec: \"{}\"\n",
       result.model, result.bits, result.kld, result.kld_smallest, base);
   std::string ranges;
   for (size_t l = 0; l < result.codec_by_layer.size();) {

@@ -278,9 +278,16 @@ Result<std::shared_ptr<File>> Segments::OpenForRead(uint64_t segment) {
 }
 
 void Segments::ReadAhead(uint64_t segment, bool on) {
-  const std::shared_lock lock(files_mutex_);
+  const auto differs = [&](const auto& found) { return found != files_.end() && found->second.reads_ahead != on; };
+  {
+    const std::shared_lock lock(files_mutex_);
+    if (!differs(files_.find(segment))) return;
+  }
+  const std::unique_lock lock(files_mutex_);
   const auto found = files_.find(segment);
-  if (found != files_.end() && found->second.reads_ahead.exchange(on) != on) found->second.file->ReadAhead(on);
+  if (!differs(found)) return;
+  found->second.reads_ahead = on;
+  found->second.file->ReadAhead(on);
 }
 
 Status Segments::Read(uint64_t segment, uint64_t offset, std::span<std::byte> to) {

@@ -7,7 +7,6 @@
 //   exclusively
 #pragma once
 
-#include <atomic>
 #include <compare>
 #include <cstddef>
 #include <cstdint>
@@ -173,7 +172,7 @@ class Segments {
 
   struct ReadFile {
     std::shared_ptr<File> file;
-    std::atomic<bool> reads_ahead = true;
+    bool reads_ahead = true;
   };
   std::shared_mutex files_mutex_;
   std::map<uint64_t, ReadFile> files_;

@@ -906,6 +906,10 @@ class Lab(CliTest):
         self.refused("lab", "report", "-m", MODEL, "-o", self.home / "r.html", "--measurement", self.text, code=1,
                      words=["command"])
         self.refused("tune", code=2, words=["-m"])
+        self.refused("tune", "-m", MODEL, "--kld", 0.1, "--bits", 4, code=2, words=["--bits"])
+        self.refused("lab", "quality", "-m", MODEL, "-f", self.text, "--context", 2, code=2, words=["--context 4"])
+        self.refused("lab", "quality", "-m", MODEL, "-f", self.text, "--codec", "auto", code=2, words=["auto", "run"])
+        self.refused("lab", "quality", "-m", MODEL, "-f", self.text, "--rules", self.home / "none.yaml", code=1, words=["none.yaml"])
 
     def test_interrupted_quality_goes_on_where_it_was(self):
         state = self.home / "state.json"

@@ -22,7 +22,7 @@ using ::testing::HasSubstr;
 class AutoCodec : public testing::Test {
  protected:
   void SetUp() override {
-    home_ = testing::TempDir() + "kvcell_auto_codec";
+    home_ = testing::TempDir() + "kvcell_auto_" + testing::UnitTest::GetInstance()->current_test_info()->name();
     fs::remove_all(home_);
     fs::create_directories(home_);
     ::setenv("XDG_CACHE_HOME", home_.c_str(), 1);
@@ -72,6 +72,10 @@ TEST_F(AutoCodec, AFileThatCanNotBeReadIsMeasuredAgain) {
   ASSERT_TRUE(AutoRules(options_));
   const auto measured = ReadTextFile(Kept());
   ASSERT_TRUE(ReplaceTextFile(Kept(), "codec: nonsense\n").ok());
+  ASSERT_TRUE(AutoRules(options_));
+  EXPECT_EQ(*ReadTextFile(Kept()), *measured);
+  // A window would change answers: no file of codecs.
+  ASSERT_TRUE(ReplaceTextFile(Kept(), std::string(ProfileText("edge"))).ok());
   ASSERT_TRUE(AutoRules(options_));
   EXPECT_EQ(*ReadTextFile(Kept()), *measured);
 }

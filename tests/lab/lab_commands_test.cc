@@ -182,6 +182,16 @@ TEST(CodecErrors, CalibratedOffsetsWinOverALoneOutlierAndRecalibrationOverDrift)
   EXPECT_NEAR(k_error(made)[1] / k_error(made)[0], 1.0, 0.25);
 }
 
+TEST(CodecErrors, WhatCanNotBeCalibratedIsRefused) {
+  const KvData data = MakeKv(OneLayer(), 128, 16, 1);
+  for (const Calibration& c : {Calibration{.prompt = 4}, Calibration{.prompt = 129}, Calibration{64, 64, 0}}) {
+    EXPECT_EQ(MeasureCodecErrors(data, {.codecs = {"i4"}, .calibrations = {c}}).error().code(),
+              StatusCode::kInvalidArgument);
+  }
+  EXPECT_THAT(MeasureCodecErrors(data, {.codecs = {"f16"}, .calibrations = {{.prompt = 64}}}).error().message(),
+              HasSubstr("nothing to calibrate"));
+}
+
 // The same K and V under more and more query heads a KV head: what each head loses does not grow with their number, and
 // is told for every ratio.
 TEST(FieldCases, A23OutputErrorIsToldAtEveryGqaRatio) {
@@ -325,6 +335,16 @@ TEST_F(TinyModelTest, QualityIsResumedToTheSameFigures) {
   EXPECT_EQ(first, 1);
   EXPECT_EQ(resumed->rows[1].kld_mean, whole->rows[1].kld_mean);
   EXPECT_EQ(resumed->rows[2].ppl, whole->rows[2].ppl);
+  // Of what is kept, fewer windows take the first ones.
+  options.windows = 1;
+  const auto fewer = MeasureQuality(options);
+  options.state = "";
+  const auto fresh = MeasureQuality(options);
+  ASSERT_TRUE(fewer && fresh);
+  EXPECT_EQ(fewer->positions, 127);
+  EXPECT_EQ(fewer->rows[1].kld_mean, fresh->rows[1].kld_mean);
+  options.windows = 2;
+  options.state = TemporaryPath("quality.state");
   // Another measurement does not take it for its own.
   options.sinks = 0;
   first = -1;
@@ -390,6 +410,24 @@ TEST_F(TinyModelTest, TuneStaysUnderItsLimitWithFewerBitsThanTheFinestCodec) {
   EXPECT_THAT(Tune(options).error().message(), HasSubstr("raise the limit"));
 }
 
+TEST_F(TinyModelTest, TuneWithinBitsBuysTheClosestAnswers) {
+  TuneOptions options{.model = path_, .text = text_, .context = 192, .codecs = {"i3", "i8", "i4"}, .n_threads = 1};
+  const auto bits = [](const char* codec) { return *CodecBitsPerElement(*ParseCodec(codec), 64, 64); };
+  options.bits_limit = bits("i8");
+  const auto all = Tune(options);
+  ASSERT_TRUE(all) << all.error().message();
+  EXPECT_THAT(all->codec_by_layer, ElementsAre("i8", "i8"));
+  // Room for one of the two layers: the one that loses more gets it.
+  options.bits_limit = 0.5 * (bits("i8") + bits("i3"));
+  const auto one = Tune(options);
+  ASSERT_TRUE(one) << one.error().message();
+  EXPECT_LE(one->bits, options.bits_limit);
+  EXPECT_GT(one->bits, bits("i3"));
+  EXPECT_LT(one->kld, one->kld_smallest);
+  options.bits_limit = bits("i3") - 0.1;
+  EXPECT_THAT(Tune(options).error().message(), HasSubstr("raise the limit"));
+}
+
 // What `run --rules` makes of the file: every layer gets the codec that was chosen for it.
 TEST(TuneRules, AreRulesThatGiveEachLayerItsCodec) {
   for (const std::vector<std::string>& codecs :
@@ -412,7 +450,7 @@ TEST(TuneRules, AreRulesThatGiveEachLayerItsCodec) {
 TEST(TuneRules, NameRunsOfLayersThatDifferFromMost) {
   TuneResult result{.model = "m", .codec_by_layer = {"i8", "i8", "i4", "i4", "i4", "k=int5,v=int4", "i4"}};
   const std::string text = RulesText(result);
-  EXPECT_THAT(text, HasSubstr("\ncodec: i4\n"));
+  EXPECT_THAT(text, HasSubstr("\ncodec: \"i4\"\n"));
   EXPECT_THAT(text, HasSubstr("{layers: 0-1, codec: \"i8\"}"));
   EXPECT_THAT(text, HasSubstr("{layers: 5-5, codec: \"k=int5,v=int4\"}"));
   EXPECT_EQ(text.find("6-6"), std::string::npos);
