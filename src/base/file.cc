@@ -225,9 +225,7 @@ void File::WillSync(uint64_t offset, uint64_t bytes) const {
   (void)::sync_file_range(fd_, static_cast<off_t>(offset), static_cast<off_t>(bytes), SYNC_FILE_RANGE_WRITE);
 }
 
-void File::ReadAhead(bool on) const {
-  (void)::posix_fadvise(fd_, 0, 0, on ? POSIX_FADV_NORMAL : POSIX_FADV_RANDOM);
-}
+void File::ReadAhead(bool on) const { (void)::posix_fadvise(fd_, 0, 0, on ? POSIX_FADV_NORMAL : POSIX_FADV_RANDOM); }
 
 Status File::SyncData() const {
   const int result = calls_->SyncData(fd_);
