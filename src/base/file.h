@@ -80,8 +80,8 @@ class File {
   Status WriteZeros(uint64_t offset, uint64_t bytes) const;
   // The range will be read soon: the system may begin to read it now. Changes nothing else, so errors mean nothing.
   void WillRead(uint64_t offset, uint64_t bytes) const;
-  // The range was written and will be synced: the system may begin to write it now. Waits for nothing and takes no error
-  // away from the sync that follows.
+  // The range was written and will be synced: the system may begin to write it now. Waits for nothing and takes no
+  // error away from the sync that follows.
   void WillSync(uint64_t offset, uint64_t bytes) const;
   // Whether the system reads on behind what this open file is asked for, as it does from the start.
   void ReadAhead(bool on) const;

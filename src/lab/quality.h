@@ -24,7 +24,7 @@ struct QualityOptions {
     std::string name = {}, text = {};
   };
   std::vector<RulesFile> rules = {};  // measured beside the codecs, each with the codecs and exact tokens that it names
-  bool peer = false;         // libllama f16, q8_0 and q4_0 too
+  bool peer = false;                  // libllama f16, q8_0 and q4_0 too
   bool weights_f32 = false;  // on a copy with all weights in f32: without it two exact attention paths already differ
   int32_t n_threads = 0;
   std::string state = {};  // file that finished windows are kept in, to go on from; "": none
@@ -35,8 +35,8 @@ struct QualityOptions {
 struct QualityRow {
   std::string engine = {};  // "kvcell" or "libllama"
   std::string codec = {};   // or the name of the rules
-  double bits = 0;         // of sealed cells
-  double bits_all_in = 0;  // everything that is kept at this context, exact tokens too
+  double bits = 0;          // of sealed cells
+  double bits_all_in = 0;   // everything that is kept at this context, exact tokens too
   double ppl = 0;
   double kld_mean = 0, kld_se = 0, kld_median = 0, kld_p999 = 0;  // against the same engine's f16; se over windows
   double top1 = 0;  // fraction of positions with the same most likely token
@@ -51,8 +51,8 @@ struct QualityResult {
   std::vector<QualityRow> rows = {};
 };
 
-// kNotFound, kInvalidArgument (codec, rules, context beyond the model, text shorter than a window), kCancelled (finished
-// windows are in `state`), or what loading the model gives.
+// kNotFound, kInvalidArgument (codec, rules, context beyond the model, text shorter than a window), kCancelled
+// (finished windows are in `state`), or what loading the model gives.
 Result<QualityResult> MeasureQuality(const QualityOptions& options);
 
 }  // namespace kvcell
