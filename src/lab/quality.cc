@@ -321,6 +321,15 @@ class Run {
       done_ = std::min(kept.at("windows").get<int64_t>(), n_windows_);
       // Of more windows than are asked for now the first ones.
       const auto n_scored = static_cast<size_t>(done_ * (options_.context - 1 - options_.context / 2));
+      const auto holds = [&](const Scores& s) {
+        return s.nll.size() >= n_scored && s.kld.size() >= n_scored && s.same_top.size() >= n_scored &&
+               s.window_kld.size() >= static_cast<size_t>(done_);
+      };
+      if (floor_.size() < n_scored || !std::ranges::all_of(scores, holds)) {
+        done_ = 0;  // cut short: measure again
+        floor_.clear();
+        return;
+      }
       for (Scores& s : scores) {
         s.nll.resize(n_scored);
         s.kld.resize(n_scored);

@@ -345,6 +345,15 @@ TEST_F(TinyModelTest, QualityIsResumedToTheSameFigures) {
   EXPECT_EQ(fewer->rows[1].kld_mean, fresh->rows[1].kld_mean);
   options.windows = 2;
   options.state = TemporaryPath("quality.state");
+  // Figures that are not all there are measured again, never made up.
+  nlohmann::json kept = nlohmann::json::parse(std::ifstream(options.state));
+  kept["values"]["rows"][1]["kld"].erase(200);
+  std::ofstream(options.state) << kept;
+  first = -1;
+  const auto again = MeasureQuality(options);
+  ASSERT_TRUE(again);
+  EXPECT_EQ(first, 0);
+  EXPECT_EQ(again->rows[1].kld_mean, whole->rows[1].kld_mean);
   // Another measurement does not take it for its own.
   options.sinks = 0;
   first = -1;
