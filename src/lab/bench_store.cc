@@ -197,6 +197,15 @@ Status Feed(Model* model, Cache* cache, SequenceId sequence, std::span<const Tok
   return OkStatus();
 }
 
+// 0 where nothing was measured.
+template <typename Times>
+double MedianOf(const std::vector<Times>& runs, double Times::*field) {
+  if (runs.empty()) return 0;
+  std::vector<double> values;
+  for (const Times& times : runs) values.push_back(times.*field);
+  return Median(values);
+}
+
 Token Likeliest(const std::vector<float>& logits) {
   return static_cast<Token>(std::ranges::max_element(logits) - logits.begin());
 }
@@ -238,8 +247,12 @@ struct ColdTimes {
   double first_token = -1;  // from before OpenSession to the logits behind one new token
   double decode_step = -1;  // warm
   double reused = -1;       // tokens
-  double peer_load = -1;    // libllama's state file
-  double peer_first_token = -1;
+};
+
+// The same of libllama with its state file.
+struct PeerColdTimes {
+  double open = -1;
+  double first_token = -1;
 };
 
 ColdTimes MeasureCold(const BenchStoreOptions& options, const Workplace& place) {
@@ -261,18 +274,23 @@ ColdTimes MeasureCold(const BenchStoreOptions& options, const Workplace& place) 
   times.reused = static_cast<double>(session->usable);
   const auto steps = Decode(model, cache, session->sequence, kDecodeSteps, &logits, nullptr);
   if (steps) times.decode_step = Median(*steps);
-  if (!options.peer) return times;
-  engine->cache.reset();
+  return times;
+}
+
+PeerColdTimes MeasurePeerCold(const BenchStoreOptions& options, const Workplace& place) {
+  PeerColdTimes times;
   auto peer = Peer::Load(
       options.model,
       {.flash_attention = true, .n_threads = options.n_threads, .context = options.context + 4 * kDecodeSteps});
   if (!peer) return times;
   ForgetPages(place.peer_file());
-  const auto peer_start = Clock::now();
+  const auto start = Clock::now();
   if (!(*peer)->LoadState(place.peer_file()).ok()) return times;
-  times.peer_load = MsSince(peer_start);
-  if (!(*peer)->Decode({&token, 1}, false, &logits).ok()) return times;
-  times.peer_first_token = MsSince(peer_start);
+  times.open = MsSince(start);
+  constexpr Token kAnyToken = 1;  // which one changes no time
+  std::vector<float> logits;
+  if (!(*peer)->Decode({&kAnyToken, 1}, false, &logits).ok()) return times;
+  times.first_token = MsSince(start);
   return times;
 }
 
@@ -410,11 +428,12 @@ class ColdProcess {
 
 // Several, so that medians can be taken: the first one that takes memory which the system has not had for long waits
 // for it where the machine is a virtual one. Each holds pipes of those before it, so that the last one ends first.
+template <typename Times>
 class ColdProcesses {
  public:
-  Status Start(int n, const std::function<ColdTimes()>& measure) {
+  Status Start(int n, const std::function<Times()>& measure) {
     for (int i = 0; i < n; ++i) {
-      auto process = ColdProcess<ColdTimes>::Start(measure);
+      auto process = ColdProcess<Times>::Start(measure);
       if (!process) return process.error();
       processes_.push_back(std::move(*process));
     }
@@ -426,10 +445,26 @@ class ColdProcesses {
   }
   ColdProcesses(const ColdProcesses&) = delete;
   ColdProcesses& operator=(const ColdProcesses&) = delete;
-  std::span<const std::unique_ptr<ColdProcess<ColdTimes>>> all() const { return processes_; }
+  std::span<const std::unique_ptr<ColdProcess<Times>>> all() const { return processes_; }
 
  private:
-  std::vector<std::unique_ptr<ColdProcess<ColdTimes>>> processes_;
+  std::vector<std::unique_ptr<ColdProcess<Times>>> processes_;
+};
+
+// The processes that wait for their turn. Declared, and so started, in the reverse order of their ends.
+struct WaitingProcesses {
+  ColdProcesses<ColdTimes> ours;
+  ColdProcesses<PeerColdTimes> peers;
+  std::unique_ptr<ColdProcess<LimitedTimes>> limited;
+
+  Status Start(const BenchStoreOptions& options, const Workplace& place, const MemoryGroup* group) {
+    KVCELL_RETURN_IF_ERROR(ours.Start(kColdRuns, [&] { return MeasureCold(options, place); }));
+    if (options.peer) KVCELL_RETURN_IF_ERROR(peers.Start(kColdRuns, [&] { return MeasurePeerCold(options, place); }));
+    auto process = ColdProcess<LimitedTimes>::Start([&, group] { return MeasureLimited(options, place, group); });
+    if (!process) return process.error();
+    limited = std::move(*process);
+    return OkStatus();
+  }
 };
 
 // --- the measurement
@@ -439,15 +474,15 @@ class Bench {
  public:
   Bench(const BenchStoreOptions& options, const Workplace& place) : options_(options), place_(place) {}
 
-  Result<BenchStoreResult> Run(const ColdProcesses& cold, ColdProcess<LimitedTimes>* limited) {
+  Result<BenchStoreResult> Run(const WaitingProcesses& waiting) {
     KVCELL_FAIL_IF_ERROR(Prefill());
     KVCELL_FAIL_IF_ERROR(Save());
     if (options_.peer) KVCELL_FAIL_IF_ERROR(PeerSave());
     KVCELL_FAIL_IF_ERROR(DecodeWhileSaving());
     engine_.cache.reset();  // gives the session's lock back
-    KVCELL_FAIL_IF_ERROR(Resume(cold));
+    KVCELL_FAIL_IF_ERROR(Resume(waiting));
     KVCELL_FAIL_IF_ERROR(BeyondRam());
-    KVCELL_FAIL_IF_ERROR(BeyondLimitedRam(limited));
+    KVCELL_FAIL_IF_ERROR(BeyondLimitedRam(waiting.limited.get()));
     return std::move(result_);
   }
 
@@ -564,11 +599,13 @@ class Bench {
     });
   }
 
-  Status Resume(const ColdProcesses& cold) {
+  // All of ours before any of libllama's: in turns, each found the memory that the other had given back taken away by
+  // the host of a virtual machine, and waited for it.
+  Status Resume(const WaitingProcesses& waiting) {
     Stage("resuming in cold processes");
     std::vector<double> page_in;
-    std::vector<ColdTimes> runs;
-    for (const auto& process : cold.all()) {
+    std::vector<ColdTimes> ours;
+    for (const auto& process : waiting.ours.all()) {
       page_in.push_back(PageInMs(place_.store() + "/segments"));
       const auto times = process->Run();
       if (!times || times->first_token < 0) {
@@ -578,19 +615,23 @@ class Bench {
         return Status(StatusCode::kInternal,
                       fmt::format("only {} of {} tokens came back: please report this", times->reused, tokens_.size()));
       }
-      runs.push_back(*times);
+      ours.push_back(*times);
     }
-    const auto median = [&](double ColdTimes::*field) {
-      std::vector<double> values;
-      for (const ColdTimes& times : runs) values.push_back(times.*field);
-      return Median(values);
-    };
-    const double first_token = median(&ColdTimes::first_token);
+    std::vector<PeerColdTimes> peers;
+    for (const auto& process : waiting.peers.all()) {
+      const auto times = process->Run();
+      if (!times || times->first_token < 0) {
+        return Status(StatusCode::kInternal, "libllama could not load its state file in a cold process");
+      }
+      peers.push_back(*times);
+    }
+    const double first_token = MedianOf(ours, &ColdTimes::first_token);
     Add("page_in", Median(page_in), "ms");
-    Add("cold_model_load", median(&ColdTimes::model_load), "ms");
-    Add("cold_open_session", median(&ColdTimes::open), "ms", std::max(0.0, median(&ColdTimes::peer_load)));
-    Add("cold_first_token", first_token, "ms", std::max(0.0, median(&ColdTimes::peer_first_token)));
-    Add("cold_first_token_of_limit", first_token, "ms", 1.5 * median(&ColdTimes::decode_step) + Median(page_in));
+    Add("cold_model_load", MedianOf(ours, &ColdTimes::model_load), "ms");
+    Add("cold_open_session", MedianOf(ours, &ColdTimes::open), "ms", MedianOf(peers, &PeerColdTimes::open));
+    Add("cold_first_token", first_token, "ms", MedianOf(peers, &PeerColdTimes::first_token));
+    Add("cold_first_token_of_limit", first_token, "ms",
+        1.5 * MedianOf(ours, &ColdTimes::decode_step) + Median(page_in));
     Add("prefill_of_cold_first_token", prefill_ms_, "ms", first_token);
     return OkStatus();
   }
@@ -689,11 +730,9 @@ Result<BenchStoreResult> BenchStore(const BenchStoreOptions& options) {
   const auto place = Workplace::Make(options.directory);
   if (!place) return Fail(place.error());
   const auto group = MemoryGroup::Make();
-  ColdProcesses cold;
-  KVCELL_FAIL_IF_ERROR(cold.Start(kColdRuns, [&] { return MeasureCold(options, *place); }));
-  auto limited = ColdProcess<LimitedTimes>::Start([&] { return MeasureLimited(options, *place, group.get()); });
-  if (!limited) return Fail(limited.error());
-  return Bench(options, *place).Run(cold, limited->get());
+  WaitingProcesses waiting;
+  KVCELL_FAIL_IF_ERROR(waiting.Start(options, *place, group.get()));
+  return Bench(options, *place).Run(waiting);
 }
 
 }  // namespace kvcell
