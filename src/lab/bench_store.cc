@@ -36,6 +36,7 @@ constexpr int kLimitedSteps = 12;
 constexpr uint64_t kGroupSlack = uint64_t{4} << 20;  // of a cgroup: the kernel's own tables
 constexpr int32_t kChunk = 512;                      // tokens per prefill step
 constexpr int kColdRuns = 5;
+constexpr int kMinSavingRounds = 5;
 const char* const kSession = "bench";
 
 double MsSince(Clock::time_point start) {
@@ -146,10 +147,11 @@ struct Engine {
   double load_ms = 0;
 };
 
-// Decode steps of a round with saves beside it.
+// Decode steps of a round with saves beside it, and rounds: enough for a median, since one round is several per cent
+// off.
 int SavingSteps(int every) { return std::max(every, kDecodeSteps); }
 int SavingRounds(const BenchStoreOptions& options, int every) {
-  return std::max(1, options.rounds * kDecodeSteps / SavingSteps(every));
+  return std::max(kMinSavingRounds, options.rounds * kDecodeSteps / SavingSteps(every));
 }
 
 // A budget of 0: as much as the context takes; else no less than the smallest that works.
