@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -65,13 +66,16 @@ struct CodecSpec {
   SideSpec k;
   SideSpec v;
   std::string name;
+  // V of the first quarter of a model's layers (rounded down), where it differs: what is lost there goes through all
+  // the layers behind it. CodecFor (kvcell/codec_plan.h) tells what a layer has.
+  std::optional<SideSpec> early_v = std::nullopt;
 
-  bool operator==(const CodecSpec& other) const { return k == other.k && v == other.v; }
+  bool operator==(const CodecSpec& other) const { return k == other.k && v == other.v && early_v == other.early_v; }
 };
 
-// Reads a preset (`f16`, `i8`, `i5`, `i4`, `i43`, `i3`) or `k=SIDE,v=SIDE`, SIDE being a codec's name followed by `:`
-// parts: `f16`, `int8:g64`, `int4:g64:lloyd:rot:off`, `int2:t32:asym`, `tq4`. An unknown word is kInvalidArgument, and
-// the message names it and what is allowed.
+// Reads a preset (`f16`, `i8`, `i5`, `i4`, `i43`, `i3`) or `k=SIDE,v=SIDE`, with `,early-v=SIDE` behind it where the
+// first layers differ, SIDE being a codec's name followed by `:` parts: `f16`, `int8:g64`, `int4:g64:lloyd:rot:off`,
+// `int2:t32:asym`, `tq4`. An unknown word is kInvalidArgument, and the message names it and what is allowed.
 Result<CodecSpec> ParseCodec(std::string_view text);
 
 // The canonical `k=...,v=...` text: ParseCodec(CodecText(s)) == s. It is part of a stored cell's identity.
@@ -94,7 +98,11 @@ struct CodecFamily {
 };
 const std::vector<CodecFamily>& CodecFamilies();
 
-// Bits per element of a sealed cell, all bytes counted (codes, scales, offsets, header with checksum).
+// True where every layer's cells are attended as they lie.
+bool AttendedInPlace(const CodecSpec& spec);
+
+// Bits per element of a sealed cell, all bytes counted (codes, scales, offsets, header with checksum). With `early_v`
+// the mean over a model of 4n layers; one of another number has a bit less.
 Result<double> CodecBitsPerElement(const CodecSpec& spec, int head_dim_k, int head_dim_v);
 
 }  // namespace kvcell

@@ -23,8 +23,10 @@ struct CodecRange {
   bool operator==(const CodecRange&) const = default;
 };
 
-// The codec of one cell: the first range that holds, else `base`.
-const CodecSpec& CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head);
+// The codec of one cell of a model of n_layers: the first range that holds, else `base`; with what `early_v` says of
+// the layer as its v, and no early_v of its own.
+CodecSpec CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head,
+                   int32_t n_layers);
 // The canonical text of base and ranges, part of a stored cell's identity: CodecText(base) where there are no ranges,
 // else followed by `;layers A-B heads C-D: k=...,v=...` for each.
 std::string CodecPlanText(const CodecSpec& base, const std::vector<CodecRange>& ranges);

@@ -30,9 +30,10 @@ uint16_t PoolFor(std::vector<CellMap::PoolUse>* pools, uint32_t slot_bytes, uint
 }
 
 // Cuts a layer's heads into runs of one codec and gives each its layout, pool and place in files.
-Status AddRuns(const CodecSpec& base, const std::vector<CodecRange>& ranges, CellMap* map, LayerCells* layer) {
+Status AddRuns(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t n_layers, CellMap* map,
+               LayerCells* layer) {
   for (uint16_t h = 0; h < layer->n_heads; ++h) {
-    const CodecSpec& codec = CodecFor(base, ranges, layer->number, h);
+    const CodecSpec codec = CodecFor(base, ranges, layer->number, h, n_layers);
     if (!layer->runs.empty()) {
       const CellLayout& last = layer->runs.back().layout;
       if (last.k.spec == codec.k && last.v.spec == codec.v) {
@@ -78,7 +79,7 @@ Result<CellMap> MakeCellMap(const Geometry& geometry, const CodecSpec& codec, in
     layer.n_heads = static_cast<uint16_t>(g.n_kv_heads);
     layer.group = g.window > 0 ? kWindowLayers : kFullLayers;
     layer.number = static_cast<uint16_t>(i);
-    KVCELL_FAIL_IF_ERROR(AddRuns(codec, ranges, &map, &layer));
+    KVCELL_FAIL_IF_ERROR(AddRuns(codec, ranges, static_cast<int32_t>(geometry.size()), &map, &layer));
     layer.exact_pool = PoolFor(&map.exact_pools, layer.open.bytes, layer.n_heads, layer.group);
     if (sinks > 0) {
       layer.sink = MakeExactLayout(sink_tokens, g.head_dim_k, g.head_dim_v);

@@ -206,7 +206,7 @@ TEST(Rules, CodecsByLayerAndHead) {
   const auto rules =
       Parsed("codec: i4\ncodecs:\n - {layers: 0-1, codec: i8}\n - {layers: \">= 4\", heads: 1, codec: f16}\n");
   const auto codec = [&](int layer, int head) {
-    return CodecFor(*rules->codec, rules->codec_ranges, layer, head).name;
+    return CodecFor(*rules->codec, rules->codec_ranges, layer, head, 30).name;
   };
   EXPECT_EQ(codec(0, 0), "i8");
   EXPECT_EQ(codec(1, 7), "i8");

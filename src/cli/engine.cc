@@ -40,10 +40,9 @@ Status CheckBudget(const EnginePlan& plan) {
 
 // A codec in use that is not attended in place; null: none.
 const CodecSpec* DecodedFirst(const CacheOptions& cache) {
-  const auto in_place = [](const CodecSpec& codec) { return AttendedInPlace(codec.k) && AttendedInPlace(codec.v); };
-  if (!in_place(cache.codec)) return &cache.codec;
+  if (!AttendedInPlace(cache.codec)) return &cache.codec;
   const auto found =
-      std::ranges::find_if(cache.codec_ranges, [&](const CodecRange& range) { return !in_place(range.codec); });
+      std::ranges::find_if(cache.codec_ranges, [](const CodecRange& range) { return !AttendedInPlace(range.codec); });
   return found == cache.codec_ranges.end() ? nullptr : &found->codec;
 }
 

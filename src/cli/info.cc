@@ -81,11 +81,7 @@ struct CodecRow {
 Status AddRow(const std::string& name, const std::string& text, const std::string& idea, std::vector<CodecRow>* rows) {
   const Result<CodecSpec> spec = ParseCodec(text);
   if (!spec) return spec.error();
-  CodecRow row{.name = name,
-               .in_place = AttendedInPlace(spec->k) && AttendedInPlace(spec->v),
-               .spec = text,
-               .idea = idea,
-               .bits = {}};
+  CodecRow row{.name = name, .in_place = AttendedInPlace(*spec), .spec = text, .idea = idea, .bits = {}};
   for (const int head_dim : {64, 128, 256}) {
     const Result<double> bits = CodecBitsPerElement(*spec, head_dim, head_dim);
     if (!bits) return bits.error();

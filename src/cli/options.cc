@@ -68,16 +68,17 @@ Status CheckCodec(const std::string& text) {
   return codec ? OkStatus() : codec.error();
 }
 
-// Lists are separated by commas; a codec spec `k=A,v=B` holds one itself.
+// Lists are separated by commas; a codec spec `k=A,v=B` or `k=A,v=B,early-v=C` holds some itself.
 std::vector<std::string> SplitList(const std::string& text) {
   std::vector<std::string> parts;
   size_t from = 0;
   while (from <= text.size()) {
     const size_t comma = std::min(text.find(',', from), text.size());
     std::string part = text.substr(from, comma - from);
-    const bool other_side = !parts.empty() && parts.back().find(',') == std::string::npos &&
-                            ((part.rfind("v=", 0) == 0 && parts.back().rfind("k=", 0) == 0) ||
-                             (part.rfind("k=", 0) == 0 && parts.back().rfind("v=", 0) == 0));
+    const bool has_k = !parts.empty() && parts.back().starts_with("k=");
+    const bool has_v = !parts.empty() && parts.back().starts_with("v=");
+    const bool other_side =
+        (has_k && (part.starts_with("v=") || part.starts_with("early-v="))) || (has_v && part.starts_with("k="));
     if (other_side) {
       parts.back() += "," + part;
     } else {

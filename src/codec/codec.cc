@@ -171,6 +171,9 @@ std::vector<CodecPreset> MakePresets() {
   };
   SideSpec i8_k = key(Type::kInt8, 128), i8_v = value(Type::kInt8, 64);
   i8_k.levels = i8_v.levels = Levels::kUniform;
+  CodecPreset i43 = Preset("i43", "as i4, with 3-bit V behind the first quarter of the layers: a quarter of the bytes",
+                           key(Type::kInt4, 64), value(Type::kInt3, 32));
+  i43.spec.early_v = value(Type::kInt4, 64);
   return {
       Preset("f16", "half precision as appended: the reference, 16 bits per element", {}, {}),
       Preset("i8", "8-bit codes after a Hadamard rotation, K around its channel means: next to no loss, half the bytes",
@@ -182,7 +185,7 @@ std::vector<CodecPreset> MakePresets() {
              "bytes",
              key(Type::kInt4, 32), value(Type::kInt4, 64)),
       // V's finer groups win more than K's at 3 bits: `lab error` over both.
-      Preset("i43", "as i4, with 3-bit V: a quarter of the bytes", key(Type::kInt4, 64), value(Type::kInt3, 32)),
+      i43,
       Preset("i3", "3-bit codes: for contexts that fit in no other way", key(Type::kInt3, 32), value(Type::kInt3, 64)),
   };
 }
@@ -222,6 +225,10 @@ bool AttendedInPlace(const SideSpec& side) {
   return side.type <= Type::kInt6;
 }
 
+bool AttendedInPlace(const CodecSpec& spec) {
+  return AttendedInPlace(spec.k) && AttendedInPlace(spec.v) && (!spec.early_v || AttendedInPlace(*spec.early_v));
+}
+
 std::string_view TypeName(SideSpec::Type type) {
   for (const NamedType& known : kTypes) {
     if (known.type == type) return known.name;
@@ -243,31 +250,50 @@ Result<CodecSpec> ParseCodec(std::string_view text) {
   for (const CodecPreset& preset : CodecPresets()) {
     if (text == preset.name) return preset.spec;
   }
+  constexpr std::string_view kEarly = "early-v=";
   std::string_view rest = text;
   const std::string_view k = NextPart(&rest, ',');
-  const std::string_view v = rest;
-  if (text.size() > kMaxSpecText || !k.starts_with("k=") || !v.starts_with("v=")) {
+  const std::string_view v = NextPart(&rest, ',');
+  const bool has_early = k.size() + 1 + v.size() < text.size();
+  if (text.size() > kMaxSpecText || !k.starts_with("k=") || !v.starts_with("v=") ||
+      (has_early && !rest.starts_with(kEarly))) {
     std::string names;
     for (const CodecPreset& preset : CodecPresets()) names += preset.name + ", ";
     return Fail(
         StatusCode::kInvalidArgument,
-        fmt::format("codec: {} is none of {}and not of the form k=SIDE,v=SIDE with SIDE such as f16, int8:g64 or "
-                    "int4:g64:lloyd:rot",
-                    Quoted(text), names));
+        fmt::format(
+            "codec: {} is none of {}and not of the form k=SIDE,v=SIDE or k=SIDE,v=SIDE,early-v=SIDE with SIDE such "
+            "as f16, int8:g64 or int4:g64:lloyd:rot",
+            Quoted(text), names));
   }
   Result<SideSpec> k_side = ParseSide(k.substr(2), true);
   if (!k_side) return Fail(k_side.error());
   Result<SideSpec> v_side = ParseSide(v.substr(2), false);
   if (!v_side) return Fail(v_side.error());
-  return CodecSpec{*k_side, *v_side, std::string(text)};
+  CodecSpec spec{*k_side, *v_side, std::string(text)};
+  if (has_early) {
+    Result<SideSpec> early = ParseSide(rest.substr(kEarly.size()), false);
+    if (!early) return Fail(early.error());
+    if (*early != spec.v) spec.early_v = *early;
+  }
+  return spec;
 }
 
-std::string CodecText(const CodecSpec& spec) { return fmt::format("k={},v={}", SideText(spec.k), SideText(spec.v)); }
+std::string CodecText(const CodecSpec& spec) {
+  const std::string text = fmt::format("k={},v={}", SideText(spec.k), SideText(spec.v));
+  return spec.early_v ? fmt::format("{},early-v={}", text, SideText(*spec.early_v)) : text;
+}
 
 Result<double> CodecBitsPerElement(const CodecSpec& spec, int head_dim_k, int head_dim_v) {
   const Result<CellLayout> layout = MakeCellLayout(spec, head_dim_k, head_dim_v);
   if (!layout) return Fail(layout.error());
-  return 8.0 * layout->bytes / (double(kBlockTokens) * (head_dim_k + head_dim_v));
+  double bytes = layout->bytes;
+  if (spec.early_v) {
+    const Result<CellLayout> early = MakeCellLayout({spec.k, *spec.early_v, ""}, head_dim_k, head_dim_v);
+    if (!early) return Fail(early.error());
+    bytes = 0.75 * bytes + 0.25 * early->bytes;
+  }
+  return 8.0 * bytes / (double(kBlockTokens) * (head_dim_k + head_dim_v));
 }
 
 }  // namespace kvcell

@@ -2,6 +2,7 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <utility>
 
@@ -18,11 +19,13 @@ std::string_view NextPart(std::string_view* text) {
 
 }  // namespace
 
-const CodecSpec& CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head) {
-  for (const CodecRange& range : ranges) {
-    if (range.holds(layer, head)) return range.codec;
-  }
-  return base;
+CodecSpec CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head,
+                   int32_t n_layers) {
+  const auto range = std::ranges::find_if(ranges, [&](const CodecRange& r) { return r.holds(layer, head); });
+  CodecSpec codec = range == ranges.end() ? base : range->codec;
+  if (codec.early_v && layer < n_layers / 4) codec.v = *codec.early_v;
+  codec.early_v.reset();
+  return codec;
 }
 
 std::string CodecPlanText(const CodecSpec& base, const std::vector<CodecRange>& ranges) {

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "codec/cell_layout.h"
+#include "kvcell/codec_plan.h"
 
 namespace kvcell {
 namespace {
@@ -103,7 +104,11 @@ TEST(CodecText, RefusalsNameTheWordAndWhatIsAllowed) {
       {"I4", "'I4'"},
       {"k=f16", "k=SIDE,v=SIDE"},
       {"v=f16,k=f16", "k=SIDE,v=SIDE"},
-      {"k=f16,v=f16,v=f16", "'f16,v=f16'"},
+      {"k=f16,v=f16,v=f16", "k=SIDE,v=SIDE,early-v=SIDE"},
+      {"k=f16,v=f16,", "k=SIDE,v=SIDE,early-v=SIDE"},
+      {"k=f16,v=f16,early-v=", "f16, int8"},
+      {"k=f16,v=f16,early-v=int4:off", "leave it out"},
+      {"k=f16,v=f16,early-v=int8,early-v=int8", "'int8,early-v=int8'"},
       {"k=,v=f16", "f16, int8"},
       {"k=int7,v=f16", "'int7'"},
       {"k=f16,v=int4:g8", "'g8'"},
@@ -141,6 +146,29 @@ TEST(CodecText, HostileTextIsNotEchoedWhole) {
   ASSERT_FALSE(read);
   EXPECT_LT(read.error().message().size(), 400u);
   EXPECT_EQ(read.error().message().find('\x1b'), std::string::npos);
+}
+
+TEST(CodecText, EarlyLayersHaveTheirOwnV) {
+  const char* const text = "k=int4:g64:sym,v=int3:g32:sym,early-v=int8:g64:sym";
+  const CodecSpec spec = *ParseCodec(text);
+  EXPECT_EQ(CodecText(spec), text);
+  EXPECT_EQ(*ParseCodec(CodecText(spec)), spec);
+  EXPECT_NE(spec, *ParseCodec("k=int4:g64,v=int3:g32"));
+  EXPECT_EQ(*ParseCodec("k=int4,v=int3,early-v=int3"), *ParseCodec("k=int4,v=int3")) << "nothing that differs";
+  EXPECT_TRUE(AttendedInPlace(spec));
+  EXPECT_FALSE(AttendedInPlace(*ParseCodec("k=int4,v=int3,early-v=nf4")));
+
+  const auto v = [&](int32_t layer, int32_t n_layers) { return CodecFor(spec, {}, layer, 0, n_layers).v.type; };
+  for (const int32_t n_layers : {1, 3, 4, 30, 32}) {
+    for (int32_t layer = 0; layer < n_layers; ++layer) {
+      const bool early = layer < n_layers / 4;
+      EXPECT_EQ(v(layer, n_layers), early ? SideSpec::Type::kInt8 : SideSpec::Type::kInt3) << layer << "/" << n_layers;
+    }
+  }
+  EXPECT_FALSE(CodecFor(spec, {}, 0, 0, 4).early_v) << "what a layer has is said";
+  const auto bits = [](const char* codec) { return *CodecBitsPerElement(*ParseCodec(codec), 64, 64); };
+  EXPECT_DOUBLE_EQ(bits(text), 0.75 * bits("k=int4,v=int3:g32") + 0.25 * bits("k=int4,v=int8"));
+  EXPECT_EQ(ParseCodecPlan(CodecPlanText(spec, {}))->base, spec) << "as stores keep it";
 }
 
 TEST(CodecBits, PresetsKeepTheirPromise) {

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "codec/cell_codec.h"
+#include "kvcell/codec_plan.h"
 
 namespace kvcell {
 namespace {
@@ -172,7 +173,7 @@ class Measure {
     const auto add = [&](const CodecSpec& spec, std::string name, const Calibration* calibration) {
       specs.push_back(spec);
       calibrations.push_back(calibration);
-      rows.push_back({.codec = std::move(name), .in_place = AttendedInPlace(spec.k) && AttendedInPlace(spec.v)});
+      rows.push_back({.codec = std::move(name), .in_place = AttendedInPlace(spec)});
     };
     for (const std::string& name : options_.codecs) {
       auto spec = ParseCodec(name);
@@ -405,6 +406,7 @@ std::string Calibration::Text() const {
 Result<DecodedHead> CodeHead(const KvData& data, size_t layer, int head, CodecSpec codec, int32_t sinks,
                              const Calibration* calibration) {
   const LayerGeometry& g = data.geometry[layer];
+  codec = CodecFor(codec, {}, static_cast<int32_t>(layer), head, static_cast<int32_t>(data.geometry.size()));
   if (calibration != nullptr) codec.k.channel_offset = false;
   const auto layout = MakeCellLayout(codec, g.head_dim_k, g.head_dim_v);
   if (!layout) return Fail(layout.error());

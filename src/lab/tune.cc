@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "kvcell/cache.h"
+#include "kvcell/codec_plan.h"
 #include "lab/answers.h"
 #include "lab/codec_error.h"
 #include "lab/divergence.h"
@@ -104,17 +105,17 @@ class Tuner {
     for (const std::string& name : options_.codecs) {
       auto spec = ParseCodec(name);
       if (!spec) return spec.error();
-      std::vector<double> bits;
-      for (const LayerGeometry& g : geometry) bits.push_back(*CodecBitsPerElement(*spec, g.head_dim_k, g.head_dim_v));
-      order_.push_back({bits.front(), name});
+      order_.push_back({*CodecBitsPerElement(*spec, geometry[0].head_dim_k, geometry[0].head_dim_v), name});
     }
     std::sort(order_.begin(), order_.end(), [](const auto& a, const auto& b) { return a.first > b.first; });
     for (const auto& [unused, name] : order_) {
       names_.push_back(name);
       specs_.push_back(*ParseCodec(name));
       std::vector<double>& bits = bits_.emplace_back();
-      for (const LayerGeometry& g : geometry) {
-        bits.push_back(*CodecBitsPerElement(specs_.back(), g.head_dim_k, g.head_dim_v));
+      for (size_t l = 0; l < geometry.size(); ++l) {
+        const CodecSpec codec =
+            CodecFor(specs_.back(), {}, static_cast<int32_t>(l), 0, static_cast<int32_t>(geometry.size()));
+        bits.push_back(*CodecBitsPerElement(codec, geometry[l].head_dim_k, geometry[l].head_dim_v));
       }
     }
     std::vector<std::unique_ptr<Cache>> caches;

@@ -450,8 +450,9 @@ TEST(TuneRules, AreRulesThatGiveEachLayerItsCodec) {
     EXPECT_TRUE(check.rules->MayShare());
     ASSERT_TRUE(check.rules->codec);
     for (size_t l = 0; l < codecs.size(); ++l) {
-      const CodecSpec& codec = CodecFor(*check.rules->codec, check.rules->codec_ranges, static_cast<int32_t>(l), 0);
-      EXPECT_EQ(CodecText(codec), CodecText(*ParseCodec(codecs[l]))) << "layer " << l;
+      const auto layer = static_cast<int32_t>(l), n_layers = static_cast<int32_t>(codecs.size());
+      const CodecSpec codec = CodecFor(*check.rules->codec, check.rules->codec_ranges, layer, 0, n_layers);
+      EXPECT_EQ(codec, CodecFor(*ParseCodec(codecs[l]), {}, layer, 0, n_layers)) << "layer " << l;
     }
   }
 }
