@@ -15,6 +15,7 @@
 #include "attention/dispatch.h"
 #include "attention/kernels.h"
 #include "codec/cell_codec.h"
+#include "codec/f16.h"
 
 namespace kvcell {
 
@@ -110,20 +111,25 @@ void Grow(std::vector<T>* v, size_t n) {
   if (v->size() < n) v->resize(n);
 }
 
+// Compared as the floats' bits, which compilers turn into vector code.
+float LargestMagnitude(const float* x, int n) {
+  int32_t bits = 0;
+  for (int i = 0; i < n; ++i) bits = std::max(bits, std::bit_cast<int32_t>(x[i]) & 0x7fffffff);
+  return std::bit_cast<float>(bits);
+}
+
 // Rounds one group of q [n], a multiple of 4, to integers of at most `top`; returns the factor that undoes it: NaN
 // where a value is not finite. In plain loops over bits, which compilers turn into vector code: a step of few rows
 // spends as much here as on a whole cell.
 template <typename Int>
 float RoundGroup(const float* q, int n, float top, Int* out) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
-  constexpr int32_t kInfinity = 0x7f800000;
-  int32_t bits = 0;  // of the largest magnitude: these compare as the values do, and what is not finite is larger
-  for (int i = 0; i < n; ++i) bits = std::max(bits, std::bit_cast<int32_t>(q[i]) & 0x7fffffff);
-  const float largest = std::bit_cast<float>(bits);
+  constexpr float kRound = 12582912.0f;          // 1.5 * 2^23: adding it leaves the rounded integer in the low bits
+  const float largest = LargestMagnitude(q, n);  // what is not finite is larger than all that is
   const float inverse = top / largest;
-  if (bits >= kInfinity || largest < std::numeric_limits<float>::min() || !std::isfinite(inverse)) {
+  const bool finite = std::isfinite(largest);
+  if (!finite || largest < std::numeric_limits<float>::min() || !std::isfinite(inverse)) {
     std::fill_n(out, n, Int{0});
-    return bits >= kInfinity ? std::numeric_limits<float>::quiet_NaN() : 0.0f;
+    return finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
   }
   for (int i = 0; i < n; ++i) {
     out[i] = static_cast<Int>(std::bit_cast<int32_t>(q[i] * inverse + kRound) - std::bit_cast<int32_t>(kRound));
@@ -150,6 +156,19 @@ float RoundGroup8(const float* q, int n, const Levels& levels, int8_t* out) {
   const float slack = 0.25f * static_cast<float>(n);
   const float room = static_cast<float>(levels.half_limit) - slack - 1.0f;
   return RoundGroup(q, n, static_cast<float>(kTop8) * room / (static_cast<float>(half) + slack), out);
+}
+
+// What kernels call a score of 1: they have scores in units of log2, or as the argument of a softcap's tanh.
+float ScoreUnit(const HeadContext& head) { return head.softcap > 0.0f ? 1.0f / head.softcap : kLog2E; }
+
+// Half the variance that the noise of levels gives to the score of a group of q [n] with keys of scale 1, in units of
+// the rounded q's scale.
+float NoiseOf(const float* q, int n, float noise, float unit, float q_scale) {
+  if (!(q_scale > 0.0f)) return 0.0f;
+  float norm = 0.0f;
+  for (int i = 0; i < n; ++i) norm += q[i] * q[i];
+  constexpr float kMost = 1e30f;  // beyond it, kMostNoise decides
+  return 0.5f * std::min(norm, kMost) * noise / (unit * q_scale);
 }
 
 // What the integer sum of a group of q starts from: see KernelSet::sums16.
@@ -185,6 +204,7 @@ struct Scratch {
   alignas(64) float scores[kMaxRows * kBlockTokens];
   alignas(64) int8_t w8[kMaxRows * kMaxGroups * kWeightStride];
   alignas(64) int16_t w16[kMaxRows * kMaxGroups * kBlockTokens];
+  alignas(32) float q_noise[kMaxRows * kMaxGroups * 8];
   float w_scale[kMaxRows * kMaxGroups];
   alignas(32) int32_t w_start[kMaxRows * kMaxGroups * 8];
   float bias[kMaxRows];
@@ -211,6 +231,7 @@ Levels attention_internal::MakeLevels(const SideSpec& side) {
   out.bias = -table.level[0];
   for (size_t i = 0; i < count; ++i) out.biased[i] = static_cast<uint8_t>(table.level[i] + out.bias);
   out.half_limit = 32767 / std::max<int32_t>(table.level[count - 1], -table.level[0]);
+  out.noise = LevelNoise(bits, side.levels);
   return out;
 }
 
@@ -226,7 +247,7 @@ void PreparedQueries::Prepare(const HeadContext& head, const QueryRows& rows) {
   first_begin_ = first_end_ = std::numeric_limits<int64_t>::max();
   last_begin_ = last_end_ = std::numeric_limits<int64_t>::min();
   // Scores come out in units of log2; with a softcap as the argument of its tanh.
-  const float factor = head.softcap > 0.0f ? head.scale / head.softcap : head.scale * kLog2E;
+  const float factor = head.scale * ScoreUnit(head);
   for (size_t r = 0; r < n_rows; ++r) {
     first_begin_ = std::min(first_begin_, rows.begin[r]);
     last_begin_ = std::max(last_begin_, rows.begin[r]);
@@ -252,6 +273,7 @@ void PreparedQueries::PrepareCoded() const {
   if (code == kCodeInt8) Grow(&int16_, n_rows * stride);
   if (IsLevels(code)) {
     Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
+    Grow(&noise_, n_rows * static_cast<size_t>(scale_stride_));
     Grow(&int8_, n_rows * stride * copies);
   }
   const Levels levels = MakeLevels(k.spec);
@@ -271,6 +293,7 @@ void PreparedQueries::PrepareCoded() const {
         // The limit of 16-bit sums on every instruction set, so that all of them multiply with the same integers.
         scale = RoundGroup8(coded + begin, n, levels, rounded);
         std::fill_n(start_.data() + at, copies, StartOf(rounded, n, levels.bias, kernels_->sums16));
+        std::fill_n(noise_.data() + at, copies, NoiseOf(coded + begin, n, levels.noise, ScoreUnit(*head_), scale));
         Repeat(rounded, n, kernels_->copies, int8_.data() + (r * stride + static_cast<size_t>(begin)) * copies);
       }
       std::fill_n(scale_.data() + at, copies, scale);
@@ -429,6 +452,44 @@ class AttentionAccess::Walk {
       kernels_.expand_scales(cell.bytes + plane->side->scales, plane->side->n_groups, plane->side->rows_per_scale,
                              cell.first, cell.last, out);
     }
+    if (!IsLevels(k_.code) || !k_.in_place()) return;
+    const float largest = LargestScale(cell);
+    largest_square_ = largest * largest;
+  }
+
+  // Of K's scales. Those of tokens that the cell does not hold may be anything; mostly it holds all, and then the
+  // scales as they lie tell it fastest: f16 values that are not negative compare as their bits do.
+  float LargestScale(const CellRef& cell) const {
+    const SideLayout& side = *k_.side;
+    if (cell.first > 0 || cell.last < kBlockTokens) {
+      return LargestMagnitude(scratch_.k_scale, side.n_groups * kBlockTokens);
+    }
+    const auto* const scales = reinterpret_cast<const int16_t*>(cell.bytes + side.scales);
+    int16_t largest = 0;
+    for (int i = 0; i < side.n_groups * kBlockTokens / side.rows_per_scale; ++i) largest = std::max(largest, scales[i]);
+    return F16ToF32(static_cast<uint16_t>(largest));
+  }
+
+  // What the kernels add to a block of rows' scores for the noise of codes, n_groups * copies of each row: as prepared,
+  // or less where it would be more than kMostNoise.
+  const float* NoiseOfBlock(const Block& block, size_t scale_at) {
+    const auto stride = static_cast<size_t>(queries_.scale_stride_), copies = static_cast<size_t>(kernels_.copies);
+    const float* const noise = queries_.noise_.data() + scale_at;
+    const float* const q_scale = queries_.scale_.data() + scale_at;
+    const float most = kMostNoise * ScoreUnit(head_);
+    float added[kMaxRows] = {};
+    bool too_much = false;
+    for (size_t r = 0; r < static_cast<size_t>(block.n); ++r) {
+      for (size_t i = r * stride; i < (r + 1) * stride; i += copies) added[r] += noise[i] * q_scale[i];
+      added[r] *= largest_square_;
+      too_much = too_much || added[r] > most;
+    }
+    if (!too_much) return noise;
+    for (size_t r = 0; r < static_cast<size_t>(block.n); ++r) {
+      const float factor = added[r] > most ? most / added[r] : 1.0f;
+      for (size_t i = r * stride; i < (r + 1) * stride; ++i) scratch_.q_noise[i] = noise[i] * factor;
+    }
+    return scratch_.q_noise;
   }
 
   // What the kernels are told of a cell, whichever the rows.
@@ -493,6 +554,7 @@ class AttentionAccess::Walk {
       const size_t scale_at = row * static_cast<size_t>(queries_.scale_stride_);
       score_.q_scale = queries_.scale_.data() + scale_at;
       score_.q_start = queries_.start_.data() + scale_at;
+      if (IsLevels(k_.code)) score_.q_noise = NoiseOfBlock(block, scale_at);
       if (k_.side->spec.channel_offset) {
         kernels_.offset_bias[at](cell.bytes + k_.side->channel_offset, offset_scale_, k_.side->dim_padded,
                                  queries_.coded_.data() + q_at, queries_.stride_, scratch_.bias);
@@ -565,6 +627,7 @@ class AttentionAccess::Walk {
   bool is_coded_ = false;
   Plane k_, v_;
   float offset_scale_ = 0.0f;
+  float largest_square_ = 0.0f;  // of K's scales
   ScoreArgs score_;
   ValueArgs value_;
   float* values_ = nullptr;

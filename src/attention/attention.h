@@ -53,9 +53,15 @@ struct QueryRows {
 
 // Queries in the forms that the kernels read, made once per tile: plain for exact cells; rotated, rounded to integers
 // with their scales and their sums when the first coded cell asks for them. `head` and the arrays of `rows` must live
-// as long as the queries are attended with; the q vectors are copied. A row that holds a NaN or an infinity gives NaN
-// in that row's output and touches no other row. The memory grows once and is reused. One thread at a time attends with
-// them.
+// as long as the queries are attended with; the q vectors are copied.
+//
+// A score of a key in 2 to 6 bits gets half the variance that the codes' noise gives it: scale^2 / 2 * LevelNoise * sum
+// over groups of |q|^2 * (group's scale)^2, in the coded basis; less where the cell's largest scale would make it more
+// than kMostNoise. Levels are the means of what they stand for, so exp(score) is on average exp(variance / 2) times
+// what its code says; without it coded tokens weigh too little beside exact ones and beside those of smaller scales.
+//
+// A row that holds a NaN or an infinity gives NaN in that row's output and touches no other row. The memory grows once
+// and is reused. One thread at a time attends with them.
 class PreparedQueries {
  public:
   void Prepare(const HeadContext& head, const QueryRows& rows);
@@ -81,6 +87,7 @@ class PreparedQueries {
   mutable std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int2 to int6 codes
   mutable std::vector<float> scale_;    // [n_rows][n_groups][copies] of the rounded forms
   mutable std::vector<int32_t> start_;  // the same: what a group's integer sum starts from (level bias taken off)
+  mutable std::vector<float> noise_;    // the same: half the variance of scores (above), in units of scale_
 };
 
 // Running softmax state of n_rows rows: maximum score, sum of weights, weighted values (rotated and plain kept apart,

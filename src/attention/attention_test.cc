@@ -17,6 +17,7 @@
 
 #include "attention/kernels.h"
 #include "codec/cell_codec.h"
+#include "codec/f16.h"
 
 namespace kvcell {
 namespace {
@@ -91,13 +92,14 @@ class Sequence {
     const Floats& k = original ? original_k_ : k_;
     const Floats& v = original ? original_v_ : v_;
     const auto dk = static_cast<size_t>(shape_.dk), dv = static_cast<size_t>(shape_.dv);
+    const std::vector<double> noise = original ? std::vector<double>(size_t(shape_.n_tokens)) : Noise(q);
     std::vector<double> score;
     double max = sink;
     for (int64_t t = 0; t < shape_.n_tokens; ++t) {
       double s = 0;
       for (size_t d = 0; d < dk; ++d)
         s += static_cast<double>(q[d]) * static_cast<double>(k[static_cast<size_t>(t) * dk + d]);
-      s *= static_cast<double>(head_.scale);
+      s = s * static_cast<double>(head_.scale) + noise[static_cast<size_t>(t)];
       if (head_.softcap > 0) s = static_cast<double>(head_.softcap) * std::tanh(s / static_cast<double>(head_.softcap));
       s += static_cast<double>(slope) * static_cast<double>(t - (end - 1));
       if (t < begin || t >= end) s = -std::numeric_limits<double>::infinity();
@@ -114,6 +116,41 @@ class Sequence {
     }
     for (double& x : out) x /= sum;
     return out;
+  }
+
+  // What each token's score gets for the noise of its codes: half the variance, at most kMostNoise a cell.
+  std::vector<double> Noise(const float* q) const {
+    std::vector<double> noise(static_cast<size_t>(shape_.n_tokens), 0.0);
+    const SideLayout& side = head_.coded.k;
+    const int bits = LevelBits(side.spec.type);
+    if (bits == 0 || !side.in_place) return noise;
+    Floats rotated(q, q + shape_.dk);
+    RotateInPlace(side, rotated.data());
+    const int group = side.n_groups == 1 ? side.dim : side.spec.group;
+    const auto level_noise = static_cast<double>(LevelNoise(bits, side.spec.levels));
+    for (const CellRef& cell : refs_) {
+      if (cell.kind != CellRef::Kind::kCoded) continue;
+      double norms = 0, largest = 0;
+      for (int g = 0; g < side.n_groups; ++g) {
+        double norm = 0;
+        for (int d = g * group; d < std::min((g + 1) * group, side.dim); ++d) {
+          norm += std::pow(static_cast<double>(rotated[static_cast<size_t>(d)] * head_.scale), 2);
+        }
+        for (int t = cell.first; t < cell.last; ++t) {
+          uint16_t half;
+          std::memcpy(&half, cell.bytes + side.scales + ScaleIndex(side, t, g * group) * 2, sizeof(half));
+          const double scale = static_cast<double>(F16ToF32(half));
+          noise[static_cast<size_t>(cell.position + t)] += level_noise / 2 * norm * scale * scale;
+          largest = std::max(largest, scale);
+        }
+        norms += norm;
+      }
+      const double most = level_noise / 2 * norms * largest * largest;
+      const double limit = static_cast<double>(attention_internal::kMostNoise);
+      if (most <= limit) continue;
+      for (int t = cell.first; t < cell.last; ++t) noise[static_cast<size_t>(cell.position + t)] *= limit / most;
+    }
+    return noise;
   }
 
   static Floats RandomValues(const Shape& shape, int dim, uint32_t stream) {
@@ -616,6 +653,34 @@ TEST_P(AttentionTest, RoundingOfQueriesAndWeightsIsSmallBesideTheCodes) {
                  static_cast<double>(size), rounding / codes);
       EXPECT_LT(rounding, 0.1 * codes) << codec << " " << static_cast<double>(size);
     }
+  }
+}
+
+// Coded tokens beside exact ones get the share of attention that they would have uncoded: V tells which is which.
+TEST_P(AttentionTest, WhatCodesLackInWeightIsMadeUp) {
+  constexpr int kCoded = 4 * kBlockTokens;
+  for (const char* codec : {"k=int3:g64:lloyd:rot,v=f16", "k=int3:g32:sym,v=f16", "k=int2:g32:lloyd,v=f16"}) {
+    double lacking = 0, off = 0;
+    int n = 0;
+    for (uint32_t seed = 1; seed <= 6; ++seed) {
+      const Shape shape{.codec = codec, .n_tokens = kCoded + 32, .sinks = 0, .seed = seed};
+      Floats k = Sequence::RandomValues(shape, shape.dk, 0), v(k.size(), 0.0f);
+      std::fill(v.begin() + kCoded * shape.dv, v.end(), 1.0f);  // the open block
+      const Sequence sequence(shape, k, v);
+      const Rows rows(sequence, 32, 1.5f, seed);  // many tokens count
+      const Floats out = AttendAll(sequence, rows);
+      for (int r = 0; r < rows.n; ++r, ++n) {
+        const auto logit = [](double share) { return std::log(share / (1 - share)); };
+        const float* const q = rows.Row(r, shape.dk);
+        off += logit(static_cast<double>(out[static_cast<size_t>(r * shape.dv)])) -
+               logit(sequence.Oracle(q, 0, kAll, 0.0f, true)[0]);
+        double noise = 0;
+        for (const double x : sequence.Noise(q)) noise += x / kCoded;
+        lacking += noise;
+      }
+    }
+    EXPECT_GT(lacking / n, 0.02) << codec << ": too little to tell";
+    EXPECT_LT(std::fabs(off), 0.4 * lacking) << codec << " " << off / n << " " << lacking / n;
   }
 }
 

@@ -212,8 +212,10 @@ void ScoreLevels(const ScoreArgs& a) {
       const __m512 scale = _mm512_loadu_ps(a.k_scale + g * kBlockTokens + t);
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m512 row_scale = _mm512_mul_ps(scale, _mm512_set1_ps(a.q_scale[r * a.scale_stride + g]));
-        s[r] = _mm512_fmadd_ps(_mm512_cvtepi32_ps(acc[r]), row_scale, s[r]);
+        const int at = r * a.scale_stride + g;
+        const __m512 row_scale = _mm512_mul_ps(scale, _mm512_set1_ps(a.q_scale[at]));
+        const __m512 sum = _mm512_fmadd_ps(scale, _mm512_set1_ps(a.q_noise[at]), _mm512_cvtepi32_ps(acc[r]));
+        s[r] = _mm512_fmadd_ps(sum, row_scale, s[r]);
       }
     }
 #pragma GCC unroll 4

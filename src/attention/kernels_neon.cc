@@ -194,10 +194,11 @@ void ScoreLevels(const ScoreArgs& a) {
       DotLevels<kBits, R>(LinesAt<kBits>(lines, c), a.prefetch + (tile + c) * 16 * kBits, n, a.levels, q + c * 8,
                           a.q_stride, acc);
       for (int r = 0; r < R; ++r) {
-        const float q_scale = a.q_scale[r * a.scale_stride + g];
+        const float q_scale = a.q_scale[r * a.scale_stride + g], q_noise = a.q_noise[r * a.scale_stride + g];
         for (int i = 0; i < 4; ++i) {
-          const float32x4_t scale = vmulq_n_f32(vld1q_f32(a.k_scale + g * kBlockTokens + t + i * kLanes), q_scale);
-          s[r][i] = vfmaq_f32(s[r][i], vcvtq_f32_s32(acc[r][i]), scale);
+          const float32x4_t scale = vld1q_f32(a.k_scale + g * kBlockTokens + t + i * kLanes);
+          const float32x4_t sum = vfmaq_n_f32(vcvtq_f32_s32(acc[r][i]), scale, q_noise);
+          s[r][i] = vfmaq_f32(s[r][i], sum, vmulq_n_f32(scale, q_scale));
         }
       }
     }

@@ -81,7 +81,10 @@ void ScoreLevels(const ScoreArgs& a) {
         for (int r = 0; r < R; ++r) acc[r] += level * q[r * a.q_stride + d];
       }
       const float scale = a.k_scale[g * kBlockTokens + t];
-      for (int r = 0; r < R; ++r) s[r] += static_cast<float>(acc[r]) * (scale * a.q_scale[r * a.scale_stride + g]);
+      for (int r = 0; r < R; ++r) {
+        const int at = r * a.scale_stride + g;
+        s[r] += (static_cast<float>(acc[r]) + a.q_noise[at] * scale) * (scale * a.q_scale[at]);
+      }
     }
     for (int r = 0; r < R; ++r) a.scores[r * kBlockTokens + t] = s[r];
   }

@@ -1,6 +1,7 @@
 // Coding cells: error contracts, field cases, and bytes that depend on values alone.
 #include "codec/cell_codec.h"
 
+#include <fmt/format.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
@@ -166,6 +167,28 @@ TEST(CellCodec, GaussianErrorStaysWithinEachPresetsBound) {
       EXPECT_LT(RelativeError(values.v, i4.decoded.v), dv >= 64 ? 0.0077 : 0.0090) << dv;
     }
   }
+}
+
+TEST(CellCodec, LevelNoiseIsWhatCodingLeaves) {
+  const auto check = [](int bits, const char* levels) {
+    const std::string name = fmt::format("int{}:g64:{}", bits, levels);
+    double noise = 0, n = 0;
+    for (uint32_t seed = 1; seed <= 8; ++seed) {
+      const Values values = Gaussian(128, 128, seed);
+      const Coded coded = Code(fmt::format("k={},v={}", name, name), values);
+      for (int t = 0; t < kBlockTokens; ++t) {
+        for (int d = 0; d < 128; ++d, ++n) {
+          const auto i = size_t(t * 128 + d);
+          const double error = double(values.k[i] - coded.decoded.k[i]) / double(Scale(coded, coded.layout.k, t, d));
+          noise += error * error;
+        }
+      }
+    }
+    EXPECT_NEAR(noise / n / double(LevelNoise(bits, ParseCodec(fmt::format("k={},v=f16", name))->k.levels)), 1.0, 0.05)
+        << name << " " << noise / n;
+  };
+  for (const int bits : {2, 3, 4, 5}) check(bits, "lloyd");
+  for (const int bits : {2, 3, 4, 5, 6}) check(bits, "sym");
 }
 
 // What Gaussian values lose, of their energy: each codec's contract, as docs/codecs.md states it.

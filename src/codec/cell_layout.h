@@ -119,6 +119,15 @@ constexpr LevelTable MakeLevelTable(int bits, SideSpec::Levels levels) {
   return table;
 }
 
+// Mean squared rounding error of a value of a group of 64 Gaussian ones, in units of its squared scale (test
+// CellCodec.LevelNoiseIsWhatCodingLeaves; groups of 32 have 5 % less, of 128 as much more).
+constexpr float LevelNoise(int bits, SideSpec::Levels levels) {
+  constexpr std::array<float, 4> kLloydMax = {4.5f, 4.2f, 0.455f, 0.173f};
+  constexpr std::array<float, 5> kUniform = {0.128f, 0.097f, 0.083f, 0.082f, 0.077f};
+  const auto at = static_cast<size_t>(bits - 2);
+  return levels == SideSpec::Levels::kLloydMax ? kLloydMax[at] : kUniform[at];
+}
+
 // Byte offsets of one side within its cell; every plane starts 64-byte aligned.
 struct SideLayout {
   SideSpec spec;
