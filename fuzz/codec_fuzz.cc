@@ -12,6 +12,7 @@
 
 #include "codec/cell_codec.h"
 #include "kvcell/codec.h"
+#include "kvcell/codec_plan.h"
 
 namespace {
 
@@ -30,7 +31,7 @@ void FuzzSpec(std::string_view text) {
   }
   const Result<CodecSpec> again = ParseCodec(CodecText(*spec));
   Check(again && *again == *spec);
-  Check(MakeCellLayout(*spec, 64, 80).has_value());
+  for (const int32_t layer : {0, 3}) Check(MakeCellLayout(CodecFor(*spec, {}, layer, 0, 4), 64, 80).has_value());
 }
 
 // Any bytes can be verified, and decoded where they have the layout's size; sealed once more, they are sound.

@@ -133,7 +133,7 @@ struct CacheStats {
   uint64_t file_bytes = 0;                 // of cells in the store that this cache's sequences refer to
   uint64_t kv_bytes = 0;                   // of all cells, coded and exact, wherever they are
   uint64_t f16_bytes = 0;                  // the same tokens in f16
-  double bits_per_element = 0;             // of a sealed cell
+  double bits_per_element = 0;             // of sealed cells, the mean over layers and KV heads; known before any is
   uint64_t reads_ram = 0, reads_file = 0;  // cells attended
   uint64_t reads_mapped = 0;               // of reads_file, those in the mapped file
   uint64_t reads_shared = 0;               // cells that were not read again because one pass served several sequences

@@ -70,7 +70,9 @@ struct CodecSpec {
   // the layers behind it. CodecFor (kvcell/codec_plan.h) tells what a layer has.
   std::optional<SideSpec> early_v = std::nullopt;
 
-  bool operator==(const CodecSpec& other) const { return k == other.k && v == other.v && early_v == other.early_v; }
+  bool operator==(const CodecSpec& other) const {
+    return k == other.k && v == other.v && early_v.value_or(v) == other.early_v.value_or(other.v);
+  }
 };
 
 // Reads a preset (`f16`, `i8`, `i5`, `i4`, `i43`, `i3`) or `k=SIDE,v=SIDE`, with `,early-v=SIDE` behind it where the
@@ -102,7 +104,7 @@ const std::vector<CodecFamily>& CodecFamilies();
 bool AttendedInPlace(const CodecSpec& spec);
 
 // Bits per element of a sealed cell, all bytes counted (codes, scales, offsets, header with checksum). With `early_v`
-// the mean over a model of 4n layers; one of another number has a bit less.
+// the mean over a model of 4n layers; one of another number has less of `early_v`.
 Result<double> CodecBitsPerElement(const CodecSpec& spec, int head_dim_k, int head_dim_v);
 
 }  // namespace kvcell

@@ -28,7 +28,7 @@ struct CodecRange {
 CodecSpec CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head,
                    int32_t n_layers);
 // The canonical text of base and ranges, part of a stored cell's identity: CodecText(base) where there are no ranges,
-// else followed by `;layers A-B heads C-D: k=...,v=...` for each.
+// else followed by `;layers A-B heads C-D: ` and a codec's text for each.
 std::string CodecPlanText(const CodecSpec& base, const std::vector<CodecRange>& ranges);
 struct CodecPlan {
   CodecSpec base;

@@ -37,6 +37,9 @@ struct BlockPlace {
 };
 
 // Query rows of one KV head and the tier's cells that they attend to: cell (layer_slot, head) of each block.
+// Scores of keys in 2 to 6 bits that are attended in place count as they do in the cache: half the variance of their
+// codes' noise is added, before the softcap (docs/codecs.md, "What codes lack in weight"), or such a cell gets another
+// weight there than here. `Attend` of the library (attention/attention.h) does so.
 struct TierQuery {
   struct Cell {
     BlockPlace place;

@@ -161,14 +161,13 @@ float RoundGroup8(const float* q, int n, const Levels& levels, int8_t* out) {
 // What kernels call a score of 1: they have scores in units of log2, or as the argument of a softcap's tanh.
 float ScoreUnit(const HeadContext& head) { return head.softcap > 0.0f ? 1.0f / head.softcap : kLog2E; }
 
-// Half the variance that the noise of levels gives to the score of a group of q [n] with keys of scale 1, in units of
-// the rounded q's scale.
-float NoiseOf(const float* q, int n, float noise, float unit, float q_scale) {
-  if (!(q_scale > 0.0f)) return 0.0f;
-  float norm = 0.0f;
+// Half the variance that the noise of levels gives to the score of a rounded group of q [n] with keys of scale 1, in
+// units of q's scale.
+float NoiseOf(const int8_t* q, int n, float noise, float unit, float q_scale) {
+  int32_t norm = 0;
   for (int i = 0; i < n; ++i) norm += q[i] * q[i];
-  constexpr float kMost = 1e30f;  // beyond it, kMostNoise decides
-  return 0.5f * std::min(norm, kMost) * noise / (unit * q_scale);
+  constexpr float kMost = 1e15f;  // scores of such queries are beyond any noise
+  return 0.5f * noise / unit * std::min(q_scale, kMost) * static_cast<float>(norm);
 }
 
 // What the integer sum of a group of q starts from: see KernelSet::sums16.
@@ -204,7 +203,7 @@ struct Scratch {
   alignas(64) float scores[kMaxRows * kBlockTokens];
   alignas(64) int8_t w8[kMaxRows * kMaxGroups * kWeightStride];
   alignas(64) int16_t w16[kMaxRows * kMaxGroups * kBlockTokens];
-  alignas(32) float q_noise[kMaxRows * kMaxGroups * 8];
+  float q_noise[kMaxRows * kMaxGroups * 8];
   float w_scale[kMaxRows * kMaxGroups];
   alignas(32) int32_t w_start[kMaxRows * kMaxGroups * 8];
   float bias[kMaxRows];
@@ -274,6 +273,7 @@ void PreparedQueries::PrepareCoded() const {
   if (IsLevels(code)) {
     Grow(&start_, n_rows * static_cast<size_t>(scale_stride_));
     Grow(&noise_, n_rows * static_cast<size_t>(scale_stride_));
+    noise_sum_.assign(n_rows, 0.0f);
     Grow(&int8_, n_rows * stride * copies);
   }
   const Levels levels = MakeLevels(k.spec);
@@ -293,7 +293,9 @@ void PreparedQueries::PrepareCoded() const {
         // The limit of 16-bit sums on every instruction set, so that all of them multiply with the same integers.
         scale = RoundGroup8(coded + begin, n, levels, rounded);
         std::fill_n(start_.data() + at, copies, StartOf(rounded, n, levels.bias, kernels_->sums16));
-        std::fill_n(noise_.data() + at, copies, NoiseOf(coded + begin, n, levels.noise, ScoreUnit(*head_), scale));
+        const float noise = NoiseOf(rounded, n, levels.noise, ScoreUnit(*head_), scale);
+        std::fill_n(noise_.data() + at, copies, noise);
+        noise_sum_[r] += noise * scale;
         Repeat(rounded, n, kernels_->copies, int8_.data() + (r * stride + static_cast<size_t>(begin)) * copies);
       }
       std::fill_n(scale_.data() + at, copies, scale);
@@ -470,23 +472,16 @@ class AttentionAccess::Walk {
     return F16ToF32(static_cast<uint16_t>(largest));
   }
 
-  // What the kernels add to a block of rows' scores for the noise of codes, n_groups * copies of each row: as prepared,
-  // or less where it would be more than kMostNoise.
+  // What the kernels take for the noise of codes in a block of rows, [n][scale_stride]: as prepared, or less where the
+  // cell's scales would make it more than kMostNoise.
   const float* NoiseOfBlock(const Block& block, size_t scale_at) {
-    const auto stride = static_cast<size_t>(queries_.scale_stride_), copies = static_cast<size_t>(kernels_.copies);
     const float* const noise = queries_.noise_.data() + scale_at;
-    const float* const q_scale = queries_.scale_.data() + scale_at;
-    const float most = kMostNoise * ScoreUnit(head_);
-    float added[kMaxRows] = {};
-    bool too_much = false;
+    const float* const sum = queries_.noise_sum_.data() + block.first;
+    const float most = kMostNoise * ScoreUnit(head_) / largest_square_;
+    if (std::none_of(sum, sum + block.n, [&](float s) { return s > most; })) return noise;
+    const auto stride = static_cast<size_t>(queries_.scale_stride_);
     for (size_t r = 0; r < static_cast<size_t>(block.n); ++r) {
-      for (size_t i = r * stride; i < (r + 1) * stride; i += copies) added[r] += noise[i] * q_scale[i];
-      added[r] *= largest_square_;
-      too_much = too_much || added[r] > most;
-    }
-    if (!too_much) return noise;
-    for (size_t r = 0; r < static_cast<size_t>(block.n); ++r) {
-      const float factor = added[r] > most ? most / added[r] : 1.0f;
+      const float factor = sum[r] > most ? most / sum[r] : 1.0f;
       for (size_t i = r * stride; i < (r + 1) * stride; ++i) scratch_.q_noise[i] = noise[i] * factor;
     }
     return scratch_.q_noise;

@@ -55,10 +55,11 @@ struct QueryRows {
 // with their scales and their sums when the first coded cell asks for them. `head` and the arrays of `rows` must live
 // as long as the queries are attended with; the q vectors are copied.
 //
-// A score of a key in 2 to 6 bits gets half the variance that the codes' noise gives it: scale^2 / 2 * LevelNoise * sum
-// over groups of |q|^2 * (group's scale)^2, in the coded basis; less where the cell's largest scale would make it more
-// than kMostNoise. Levels are the means of what they stand for, so exp(score) is on average exp(variance / 2) times
-// what its code says; without it coded tokens weigh too little beside exact ones and beside those of smaller scales.
+// A score of a key that is attended in place in 2 to 6 bits gets half the variance that the codes' noise gives it,
+// before any softcap: scale^2 / 2 * LevelNoise * sum over groups of |q|^2 * (group's scale)^2, in the coded basis. A
+// cell whose largest scale would make that more than kMostNoise for a row gets so much less of it. A fitted code is
+// what its values are on average, so exp(score) is on average exp(variance / 2) times what its code says; without it
+// coded tokens weigh too little beside exact ones and beside those of smaller scales.
 //
 // A row that holds a NaN or an infinity gives NaN in that row's output and touches no other row. The memory grows once
 // and is reused. One thread at a time attends with them.
@@ -82,12 +83,13 @@ class PreparedQueries {
   // What PrepareCoded makes.
   mutable bool has_coded_ = false;
   mutable int32_t scale_stride_ = 0;
-  mutable std::vector<float> coded_;    // [n_rows][stride] rotated, score scale folded in: for offsets
-  mutable std::vector<int16_t> int16_;  // [n_rows][stride] rounded per group: for int8 codes
-  mutable std::vector<int8_t> int8_;    // [n_rows][stride * copies] rounded per group: for int2 to int6 codes
-  mutable std::vector<float> scale_;    // [n_rows][n_groups][copies] of the rounded forms
-  mutable std::vector<int32_t> start_;  // the same: what a group's integer sum starts from (level bias taken off)
-  mutable std::vector<float> noise_;    // the same: half the variance of scores (above), in units of scale_
+  mutable std::vector<float> coded_;      // [n_rows][stride] rotated, score scale folded in: for offsets
+  mutable std::vector<int16_t> int16_;    // [n_rows][stride] rounded per group: for int8 codes
+  mutable std::vector<int8_t> int8_;      // [n_rows][stride * copies] rounded per group: for int2 to int6 codes
+  mutable std::vector<float> scale_;      // [n_rows][n_groups][copies] of the rounded forms
+  mutable std::vector<int32_t> start_;    // the same: what a group's integer sum starts from (level bias taken off)
+  mutable std::vector<float> noise_;      // the same: half the variance of scores (above), in units of scale_
+  mutable std::vector<float> noise_sum_;  // [n_rows] what it adds up to with keys of scale 1
 };
 
 // Running softmax state of n_rows rows: maximum score, sum of weights, weighted values (rotated and plain kept apart,

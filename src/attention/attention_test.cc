@@ -656,6 +656,31 @@ TEST_P(AttentionTest, RoundingOfQueriesAndWeightsIsSmallBesideTheCodes) {
   }
 }
 
+// A row whose scores are noisier than kMostNoise, beside rows that are not, in cells with sinks before them and whole
+// ones.
+TEST_P(AttentionTest, NoiseOfOneRowIsCutOffAndNoOthers) {
+  for (const char* codec : {"k=int3:g32:lloyd:rot:off,v=f16", "k=int2:g64:sym,v=f16", "k=int2:g128:lloyd:rot,v=f16"}) {
+    for (const float softcap : {0.0f, 50.0f}) {
+      const Sequence sequence({.codec = codec, .n_tokens = 200, .softcap = softcap, .poison = {-1}});
+      Rows rows(sequence, 4, 1.0f);
+      for (int d = 0; d < 64; ++d) rows.q[static_cast<size_t>(64 + d)] *= 12.0f;
+      const auto most = [&](int r) {
+        const auto noise = sequence.Noise(rows.Row(r, 64));
+        return *std::max_element(noise.begin(), noise.end());
+      };
+      EXPECT_GT(most(1), 0.4 * static_cast<double>(attention_internal::kMostNoise)) << codec;
+      EXPECT_LE(most(1), static_cast<double>(attention_internal::kMostNoise)) << codec;
+      EXPECT_LT(most(2), 0.5 * static_cast<double>(attention_internal::kMostNoise)) << codec;
+      ExpectRight(sequence, rows, 0.06);
+      const Floats together = AttendAll(sequence, rows);
+      for (int r = 0; r < rows.n; ++r) {
+        const Floats alone = AttendRows(sequence, rows, r, r + 1);
+        EXPECT_TRUE(std::equal(alone.begin(), alone.end(), together.begin() + r * 64)) << codec << " row " << r;
+      }
+    }
+  }
+}
+
 // Coded tokens beside exact ones get the share of attention that they would have uncoded: V tells which is which.
 TEST_P(AttentionTest, WhatCodesLackInWeightIsMadeUp) {
   constexpr int kCoded = 4 * kBlockTokens;

@@ -21,7 +21,7 @@ inline constexpr int kWeightStride = kBlockTokens * 8;  // bytes of one row's we
 enum Code : size_t { kCodeF16, kCodeInt8, kCodeInt4, kCodeInt2, kCodeInt3, kCodeInt5, kCodeInt6, kCodes };
 
 // Scores of the cell's tokens for a block of rows: scores[r][t] = bias[r] + q[r] . k[t], and of int2 to int6 codes what
-// their noise lacks (PreparedQueries): + sum over groups of q_noise[r] * q_scale[r] * k_scale[t]^2.
+// noise takes from their weight (PreparedQueries): + sum over groups of q_noise[r] * q_scale[r] * k_scale[t]^2.
 //
 // int2 to int6 codes: levels are made unsigned (level + bias) and multiplied as u8 * s8 with q; `q_start` takes the
 // bias off again. int8 codes are widened and multiplied with a 16-bit q: exact to the codes' own precision.
@@ -41,7 +41,7 @@ struct ScoreArgs {
   int q_stride = 0;                 // in elements, copies included
   const float* q_scale = nullptr;   // [rows][scale_stride]: [n_groups][copies]
   const int32_t* q_start = nullptr;  // the same: int2 to int6: what a group's sum starts from: see sums16
-  const float* q_noise = nullptr;    // the same: int2 to int6
+  const float* q_noise = nullptr;    // the same: int2 to int6: half the variance of scores, in units of q_scale
   int scale_stride = 0;
   const float* bias = nullptr;  // [rows]
   float* scores = nullptr;      // [rows][64]
@@ -133,7 +133,7 @@ inline constexpr float kExp2[6] = {1.0f,
                                    0.0013276471979478776f};
 inline constexpr float kExp2Min = -127.0f;  // 2^kExp2Min counts as 0
 inline constexpr float kLog2E = 1.44269504088896341f;
-inline constexpr float kMostNoise = 2.0f;    // that PreparedQueries adds to a score
+inline constexpr float kMostNoise = 2.0f;    // that a score gets for it (PreparedQueries), as a natural logarithm
 inline constexpr float kMinWeight = 1e-30f;  // a cell whose weights are all below it adds nothing
 
 const KernelSet& ScalarKernels();

@@ -284,7 +284,7 @@ KVCELL_INLINE void ScoreLevelsHalfTile(const ScoreArgs& a, int t, const LevelTab
     const __m256 scale = _mm256_loadu_ps(a.k_scale + g * kBlockTokens + t);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
-      const ptrdiff_t at = r * a.scale_stride + g * kCopies;
+      const int at = r * a.scale_stride + g * kCopies;
       const __m256 row_scale = _mm256_mul_ps(scale, _mm256_loadu_ps(a.q_scale + at));
       const __m256 sum = _mm256_fmadd_ps(scale, _mm256_loadu_ps(a.q_noise + at), SumHalves(acc[r]));
       s[r] = _mm256_fmadd_ps(sum, row_scale, s[r]);

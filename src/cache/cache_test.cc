@@ -349,6 +349,20 @@ TEST(Cache, BitsPerElementAreTheMeanOfAllLayersBeforeAnyCellIsSealedToo) {
   EXPECT_DOUBLE_EQ(cache->Stats().bits_per_element, before);
 }
 
+TEST(Cache, EarlyLayersHaveTheirOwnV) {
+  auto options = MadeOptions("i43", MadeGeometry(9, 4, 2, 64));  // two early layers
+  const auto bits = [](const std::string& codec) { return *CodecBitsPerElement(*ParseCodec(codec), 64, 64); };
+  const std::string late = "k=int4:g64:lloyd:rot:off,v=int3:g32:lloyd:rot";
+  const std::string early = "k=int4:g64:lloyd:rot:off,v=int4:g64:lloyd:rot";
+  auto cache = OpenOrDie(options);
+  Feed(cache.get(), cache->Create().value(), MadeTokens(640));
+  EXPECT_NEAR(cache->Stats().bits_per_element, (2 * bits(early) + 7 * bits(late)) / 9, 1e-9);
+  // The same within a range: the quarter is the model's.
+  options.codec = *ParseCodec("i8");
+  options.codec_ranges = {{.first_layer = 1, .last_layer = 4, .codec = *ParseCodec("i43")}};
+  EXPECT_NEAR(OpenOrDie(options)->Stats().bits_per_element, (bits(early) + 3 * bits(late) + 5 * bits("i8")) / 9, 1e-9);
+}
+
 TEST(Cache, WrongUseIsAnErrorAndChangesNothing) {
   const auto options = MadeOptions("i4");
   auto cache = OpenOrDie(options);

@@ -306,8 +306,9 @@ TEST(Session, EachComponentChangedAloneIsAMissThatNamesIt) {
     changes.emplace_back(options.identity[i].first,
                          [i](CacheOptions* o) { o->identity.erase(o->identity.begin() + static_cast<ptrdiff_t>(i)); });
   }
-  for (const char* codec : {"k=int8,v=int4:g32:sym", "k=int4:g32:sym,v=f16", "k=int4:g64:sym,v=int4:g32:sym",
-                            "k=int4:g32:sym,v=int4:g64:sym", "k=int4:g32,v=int4:g32:sym"}) {
+  for (const char* codec :
+       {"k=int8,v=int4:g32:sym", "k=int4:g32:sym,v=f16", "k=int4:g64:sym,v=int4:g32:sym",
+        "k=int4:g32:sym,v=int4:g64:sym", "k=int4:g32,v=int4:g32:sym", "k=int4:g32:sym,v=int4:g32:sym,early-v=int8"}) {
     const auto spec = ParseCodec(codec);
     if (!spec || CodecText(*spec) == CodecText(options.codec)) continue;  // the same by another name
     changes.emplace_back("codec", [spec](CacheOptions* o) { o->codec = *spec; });

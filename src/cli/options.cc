@@ -75,10 +75,11 @@ std::vector<std::string> SplitList(const std::string& text) {
   while (from <= text.size()) {
     const size_t comma = std::min(text.find(',', from), text.size());
     std::string part = text.substr(from, comma - from);
-    const bool has_k = !parts.empty() && parts.back().starts_with("k=");
-    const bool has_v = !parts.empty() && parts.back().starts_with("v=");
+    const std::string_view last = parts.empty() ? std::string_view() : std::string_view(parts.back());
     const bool other_side =
-        (has_k && (part.starts_with("v=") || part.starts_with("early-v="))) || (has_v && part.starts_with("k="));
+        last.find(',') == std::string_view::npos
+            ? (last.starts_with("k=") && part.starts_with("v=")) || (last.starts_with("v=") && part.starts_with("k="))
+            : last.starts_with("k=") && part.starts_with("early-v=");
     if (other_side) {
       parts.back() += "," + part;
     } else {
@@ -223,7 +224,8 @@ const std::vector<OptionSpec>& Table() {
        .flags = "--codec",
        .type = "SPEC",
        .shown_default = "i4",
-       .help = "how sealed cells are coded: f16, i8, i5, i4, i43, i3 or k=...,v=... (`kvcell info --codecs`); fewer "
+       .help = "how sealed cells are coded: f16, i8, i5, i4, i43, i3 or k=...,v=...[,early-v=...] (`kvcell info "
+               "--codecs`); fewer "
                "bits take less "
                "memory "
                "and read faster, more keep answers closer to f16; auto: the smallest one for each layer that keeps "

@@ -120,12 +120,12 @@ constexpr LevelTable MakeLevelTable(int bits, SideSpec::Levels levels) {
 }
 
 // Mean squared rounding error of a value of a group of 64 Gaussian ones, in units of its squared scale (test
-// CellCodec.LevelNoiseIsWhatCodingLeaves; groups of 32 have 5 % less, of 128 as much more).
+// CellCodec.LevelNoiseIsWhatCodingLeaves; groups of 16 to 128 differ by up to a fifth).
 constexpr float LevelNoise(int bits, SideSpec::Levels levels) {
-  constexpr std::array<float, 4> kLloydMax = {4.5f, 4.2f, 0.455f, 0.173f};
-  constexpr std::array<float, 5> kUniform = {0.128f, 0.097f, 0.083f, 0.082f, 0.077f};
+  constexpr std::array<float, 4> kLloydNoise = {4.5f, 4.2f, 0.455f, 0.173f};
+  constexpr std::array<float, 5> kUniformNoise = {0.128f, 0.097f, 0.083f, 0.082f, 0.077f};
   const auto at = static_cast<size_t>(bits - 2);
-  return levels == SideSpec::Levels::kLloydMax ? kLloydMax[at] : kUniform[at];
+  return levels == SideSpec::Levels::kLloydMax ? kLloydNoise.at(at) : kUniformNoise.at(at);
 }
 
 // Byte offsets of one side within its cell; every plane starts 64-byte aligned.
@@ -154,7 +154,8 @@ struct CellLayout {
   uint32_t bytes = 0;  // of the whole cell, a multiple of 64
 };
 
-// kInvalidArgument where a side can't be coded at this head_dim (< 1 or > 1024) or the spec contradicts itself.
+// Of a layer that has the spec's own v: CodecFor first where early layers may differ. kInvalidArgument where a side
+// can't be coded at this head_dim (< 1 or > 1024) or the spec contradicts itself.
 Result<CellLayout> MakeCellLayout(const CodecSpec& spec, int head_dim_k, int head_dim_v);
 
 // Where the bits of a code lie within a plane of 1, 2 or 4 bits a code.

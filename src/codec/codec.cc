@@ -110,7 +110,9 @@ bool ApplyPart(std::string_view part, bool is_key, SideSpec* side, SeenParts* se
   return false;
 }
 
-Result<SideSpec> ParseSide(std::string_view text, bool is_key) {
+// `name` is the side's: k, v or early-v.
+Result<SideSpec> ParseSide(std::string_view text, std::string_view name) {
+  const bool is_key = name == "k";
   std::string_view rest = text;
   const std::string_view word = NextPart(&rest, ':');
   const NamedType* type = FindType(word);
@@ -118,7 +120,7 @@ Result<SideSpec> ParseSide(std::string_view text, bool is_key) {
     std::string names;
     for (const NamedType& known : kTypes) names.append(names.empty() ? "" : ", ").append(known.name);
     return Fail(StatusCode::kInvalidArgument,
-                fmt::format("codec: side {} names {}; use one of {}", is_key ? "k" : "v", Quoted(word), names));
+                fmt::format("codec: side {} names {}; use one of {}", name, Quoted(word), names));
   }
   SideSpec side;
   side.type = type->type;
@@ -128,15 +130,14 @@ Result<SideSpec> ParseSide(std::string_view text, bool is_key) {
     more = rest.find(':') != std::string_view::npos;
     const std::string_view part = NextPart(&rest, ':');
     if (part == "off" && !is_key) {
-      return Fail(
-          StatusCode::kInvalidArgument,
-          "codec: side v has 'off'; channel means are a property of keys, on values they cost bytes and give nothing: "
-          "leave it out");
+      return Fail(StatusCode::kInvalidArgument,
+                  "codec: a side of values has 'off'; channel means are a property of keys, on values they cost bytes "
+                  "and give nothing: "
+                  "leave it out");
     }
     if (!ApplyPart(part, is_key, &side, &seen)) {
-      return Fail(StatusCode::kInvalidArgument,
-                  fmt::format("codec: side {} has {}, unknown or given twice; {}", is_key ? "k" : "v", Quoted(part),
-                              AllowedParts(side.type, is_key)));
+      return Fail(StatusCode::kInvalidArgument, fmt::format("codec: side {} has {}, unknown or given twice; {}", name,
+                                                            Quoted(part), AllowedParts(side.type, is_key)));
     }
   }
   return side;
@@ -266,22 +267,22 @@ Result<CodecSpec> ParseCodec(std::string_view text) {
             "as f16, int8:g64 or int4:g64:lloyd:rot",
             Quoted(text), names));
   }
-  Result<SideSpec> k_side = ParseSide(k.substr(2), true);
+  Result<SideSpec> k_side = ParseSide(k.substr(2), "k");
   if (!k_side) return Fail(k_side.error());
-  Result<SideSpec> v_side = ParseSide(v.substr(2), false);
+  Result<SideSpec> v_side = ParseSide(v.substr(2), "v");
   if (!v_side) return Fail(v_side.error());
   CodecSpec spec{*k_side, *v_side, std::string(text)};
   if (has_early) {
-    Result<SideSpec> early = ParseSide(rest.substr(kEarly.size()), false);
+    Result<SideSpec> early = ParseSide(rest.substr(kEarly.size()), kEarly.substr(0, kEarly.size() - 1));
     if (!early) return Fail(early.error());
-    if (*early != spec.v) spec.early_v = *early;
+    spec.early_v = *early;
   }
   return spec;
 }
 
 std::string CodecText(const CodecSpec& spec) {
   const std::string text = fmt::format("k={},v={}", SideText(spec.k), SideText(spec.v));
-  return spec.early_v ? fmt::format("{},early-v={}", text, SideText(*spec.early_v)) : text;
+  return spec.early_v && *spec.early_v != spec.v ? fmt::format("{},early-v={}", text, SideText(*spec.early_v)) : text;
 }
 
 Result<double> CodecBitsPerElement(const CodecSpec& spec, int head_dim_k, int head_dim_v) {

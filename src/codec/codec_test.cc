@@ -64,7 +64,7 @@ TEST(CodecText, OnlyWhatNoKernelReadsIsForStudy) {
     EXPECT_FALSE(AttendedInPlace(ParseCodec(std::string("k=") + side + ",v=f16")->k)) << side;
   }
   for (const CodecPreset& preset : CodecPresets()) {
-    EXPECT_TRUE(AttendedInPlace(preset.spec.k) && AttendedInPlace(preset.spec.v)) << preset.name;
+    EXPECT_TRUE(AttendedInPlace(preset.spec)) << preset.name;
   }
 }
 
@@ -108,6 +108,7 @@ TEST(CodecText, RefusalsNameTheWordAndWhatIsAllowed) {
       {"k=f16,v=f16,", "k=SIDE,v=SIDE,early-v=SIDE"},
       {"k=f16,v=f16,early-v=", "f16, int8"},
       {"k=f16,v=f16,early-v=int4:off", "leave it out"},
+      {"k=f16,v=f16,early-v=int7", "side early-v names 'int7'"},
       {"k=f16,v=f16,early-v=int8,early-v=int8", "'int8,early-v=int8'"},
       {"k=,v=f16", "f16, int8"},
       {"k=int7,v=f16", "'int7'"},
@@ -154,7 +155,9 @@ TEST(CodecText, EarlyLayersHaveTheirOwnV) {
   EXPECT_EQ(CodecText(spec), text);
   EXPECT_EQ(*ParseCodec(CodecText(spec)), spec);
   EXPECT_NE(spec, *ParseCodec("k=int4:g64,v=int3:g32"));
-  EXPECT_EQ(*ParseCodec("k=int4,v=int3,early-v=int3"), *ParseCodec("k=int4,v=int3")) << "nothing that differs";
+  const CodecSpec same = *ParseCodec("k=int4,v=int3,early-v=int3");
+  EXPECT_EQ(same, *ParseCodec("k=int4,v=int3")) << "nothing that differs";
+  EXPECT_EQ(CodecText(same), CodecText(*ParseCodec("k=int4,v=int3")));
   EXPECT_TRUE(AttendedInPlace(spec));
   EXPECT_FALSE(AttendedInPlace(*ParseCodec("k=int4,v=int3,early-v=nf4")));
 

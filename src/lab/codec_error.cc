@@ -220,7 +220,9 @@ class Measure {
         v[c].Add(layer_v[c]);
         output[c].error += layer_output[c].error;
         output[c].energy += layer_output[c].energy;
-        bytes[c] += heads * *CodecBitsPerElement(specs[c], g.head_dim_k, g.head_dim_v);
+        const CodecSpec codec =
+            CodecFor(specs[c], {}, static_cast<int32_t>(l), 0, static_cast<int32_t>(data_.geometry.size()));
+        bytes[c] += heads * *CodecBitsPerElement(codec, g.head_dim_k, g.head_dim_v);
       }
     }
     for (size_t c = 0; c < specs.size(); ++c) {

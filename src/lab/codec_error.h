@@ -57,7 +57,8 @@ struct CodecErrorOptions {
 };
 
 // Codes whole blocks of 64 tokens as the cache does (what is left over stays exact) and attends with the data's queries
-// in float, exactly in every other respect. kInvalidArgument (codec, fewer than 64 tokens), kCancelled.
+// in float, exactly in every other respect; what attention makes up for codes' noise (attention/attention.h) is left
+// out, so that rows of all codecs compare. kInvalidArgument (codec, fewer than 64 tokens), kCancelled.
 Result<std::vector<CodecError>> MeasureCodecErrors(const KvData& data, const CodecErrorOptions& options);
 
 // One head's K [n_tokens, dk] and V as a reader of the cache gets them under `codec`: decoded cells, and exact values

@@ -4,10 +4,23 @@
 #include <utility>
 
 #include "base/text_file.h"
+#include "kvcell/codec.h"
 
 namespace kvcell {
+namespace {
 
-ProgressState::ProgressState(std::string path, std::string key) : path_(std::move(path)), key_(std::move(key)) {
+// What a codec's name stands for, beside what attention makes of it: one more whenever that gives other values.
+std::string Meanings() {
+  constexpr int kAttention = 2;
+  std::string text = std::to_string(kAttention);
+  for (const CodecPreset& preset : CodecPresets()) text.append("|").append(CodecText(preset.spec));
+  return text;
+}
+
+}  // namespace
+
+ProgressState::ProgressState(std::string path, std::string key)
+    : path_(std::move(path)), key_(std::move(key).append("|").append(Meanings())) {
   if (path_.empty()) return;
   std::ifstream file(path_);
   const auto state = nlohmann::json::parse(file, nullptr, /*allow_exceptions=*/false);

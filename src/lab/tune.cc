@@ -61,7 +61,12 @@ class Tuner {
       if (!chosen) return Fail(chosen.error());
       std::tie(choice, result.kld) = *std::move(chosen);
     }
-    for (size_t l = 0; l < n; ++l) result.codec_by_layer.push_back(names_[choice[l]]);
+    for (size_t l = 0; l < n; ++l) {
+      // A layer's own codec where a preset means different ones, so that the rules say what was measured.
+      const CodecSpec& spec = specs_[choice[l]];
+      const CodecSpec own = CodecFor(spec, {}, static_cast<int32_t>(l), 0, static_cast<int32_t>(n));
+      result.codec_by_layer.push_back(spec.early_v ? CodecText(own) : names_[choice[l]]);
+    }
     result.bits = Bits(choice);
     result.rules = RulesText(result);
     if (options_.on_probe) options_.on_probe(total_, total_);

@@ -243,6 +243,11 @@ class Plan(CliTest):
         rows = self.rows(*self.SHAPE, "--context", 1024, 4096, "--batch", 1, 2, "--codec", "f16", "k=int8:g64,v=int4:g64")
         self.assertEqual(len(rows), 8)
         self.assertEqual({r["codec"] for r in rows}, {"f16", "k=int8:g64,v=int4:g64"})
+        early = "k=int8,v=int4,early-v=int8"
+        for codecs in (["k=int8,v=int4", early, "i4"], [f"k=int8,v=int4,{early},i4"]):
+            found = self.rows(*self.SHAPE, "--context", 1024, "--codec", *codecs)
+            self.assertEqual([r["codec"] for r in found], ["k=int8,v=int4", early, "i4"])
+            self.assertLess(found[0]["kv_bytes"], found[1]["kv_bytes"])
         for row in rows:
             self.assertTrue({"context", "batch", "codec", "kv_bytes", "weights_bytes", "working_bytes"} <= row.keys())
 

@@ -441,7 +441,8 @@ TEST_F(TinyModelTest, TuneWithinBitsBuysTheClosestAnswers) {
 TEST(TuneRules, AreRulesThatGiveEachLayerItsCodec) {
   for (const std::vector<std::string>& codecs :
        {std::vector<std::string>{"i8", "i8", "i4", "i4", "i4", "k=int5,v=int4", "i4"},
-        std::vector<std::string>{"k=int5,v=int4", "k=int5,v=int4", "i3"}, std::vector<std::string>{"i43"}}) {
+        std::vector<std::string>{"k=int5,v=int4", "k=int5,v=int4", "i3"},
+        std::vector<std::string>{"i43", "i43", "i43", "i4", "i43"}}) {
     const std::string text = RulesText({.model = "a: #model", .codec_by_layer = codecs, .sinks = 7});
     const RulesCheck check = CheckRules(text, "tuned.yaml");
     ASSERT_TRUE(check.rules) << text << check.errors.front().message;
