@@ -225,11 +225,8 @@ const std::vector<OptionSpec>& Table() {
        .type = "SPEC",
        .shown_default = "i4",
        .help = "how sealed cells are coded: f16, i8, i5, i4, i43, i3 or k=...,v=...[,early-v=...] (`kvcell info "
-               "--codecs`); fewer "
-               "bits take less "
-               "memory "
-               "and read faster, more keep answers closer to f16; auto: the smallest one for each layer that keeps "
-               "them close, measured once for each model (`kvcell tune`)",
+               "--codecs`); fewer bits take less memory and read faster, more keep answers closer to f16; auto: the "
+               "smallest one for each layer that keeps them close, measured once for each model (`kvcell tune`)",
        .set = SetCodecOrAuto},
       {.name = "one-codec",
        .flags = "--codec",

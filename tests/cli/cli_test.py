@@ -74,7 +74,7 @@ class Usage(CliTest):
             self.assertLess(max(map(len, done.stdout.splitlines())), 122, command)
 
     def test_help_shows_defaults_and_costs(self):
-        text = self.call("run", "--help").stdout
+        text = " ".join(self.call("run", "--help").stdout.split())  # wherever lines end
         for words in ("[i4]", "[256]", "fewer bits take less", "most bytes of KV memory"):
             self.assertIn(words, text)
 
