@@ -133,7 +133,7 @@ inline constexpr float kExp2[6] = {1.0f,
                                    0.0013276471979478776f};
 inline constexpr float kExp2Min = -127.0f;  // 2^kExp2Min counts as 0
 inline constexpr float kLog2E = 1.44269504088896341f;
-inline constexpr float kMostNoise = 2.0f;    // that a score gets for it (PreparedQueries), as a natural logarithm
+inline constexpr float kMostNoise = 0.25f;   // that a score gets for it (PreparedQueries), as a natural logarithm
 inline constexpr float kMinWeight = 1e-30f;  // a cell whose weights are all below it adds nothing
 
 const KernelSet& ScalarKernels();

@@ -11,7 +11,7 @@ namespace {
 
 // What a codec's name stands for, beside what attention makes of it: one more whenever that gives other values.
 std::string Meanings() {
-  constexpr int kAttention = 2;
+  constexpr int kAttention = 3;
   std::string text = std::to_string(kAttention);
   for (const CodecPreset& preset : CodecPresets()) text.append("|").append(CodecText(preset.spec));
   return text;
