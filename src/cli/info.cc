@@ -132,12 +132,14 @@ void PrintCodecs(const std::vector<CodecRow>& rows) {
   }
   table.Print(stdout);
   if (IsTerminal(stdout)) {
-    Print(stdout,
-          "\nOr K and V apart: k=int4:g64:lloyd:rot:off,v=int8:g64, and behind it ,early-v=... for V of the first "
-          "quarter of the layers;\nbits count every byte of a sealed cell. What is decoded "
-          "(sixteen tokens at a time) is for study: slower than what is attended in place. `run` and `chat` take "
-          "`--codec auto` too: for\n"
-          "each layer the smallest codec that the model bears, measured once (`kvcell tune`).\n");
+    Print(
+        stdout,
+        "\nOr K and V apart: k=int4:g64:lloyd:rot:off,v=int8:g64, and behind it ,early-v=... for V of the first "
+        "quarter of the layers.\n"
+        "Bits count every byte of a sealed cell. What is decoded (sixteen tokens at a time) is for study: slower than "
+        "what is attended in place.\n"
+        "`run` and `chat` take `--codec auto` too: for each layer the smallest codec that the model bears, measured "
+        "once (`kvcell tune`).\n");
   }
 }
 

@@ -36,7 +36,8 @@ struct AttentionBenchRow {
   double of_bandwidth = 0;  // of what the same threads read in the same rounds
   double gmac_s = 0;        // multiplications of visible pairs, both products
   double rel_error = 0;     // against float64 over the values before any rounding, root mean square
-  // Ours alone. Against float64 over the values that the cells decode to: what q, weights and sums cost.
+  // Ours alone. Against float64 over the values that the cells decode to: what q, weights and sums cost, and what
+  // scores get for the noise of keys (attention/attention.h).
   double rounding_error = 0;
   double rounding_share = 0;  // its power over that of the codes' own error
   double ratio = 0;           // ggml's time over ours, same shape: f16 of ggml
