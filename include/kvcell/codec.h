@@ -13,9 +13,9 @@ namespace kvcell {
 
 // How one side (K or V) of a cell is coded.
 //
-// Attended in place, by kernels that multiply the codes as they lie: f16, int8, and int2 to int6 with `sym` or `lloyd`
-// levels, groups along the head. All the rest is for study: attention decodes sixteen tokens at a time to f32 and
-// attends those, which is slower (AttendedInPlace tells; `kvcell info --codecs` and stats say so).
+// Attended in place, by kernels that multiply the codes as they lie: f16, int8, and int2 to int6 with `sym`, `lloyd` or
+// `skew` levels, groups along the head. All the rest is for study: attention decodes sixteen tokens at a time to f32
+// and attends those, which is slower (AttendedInPlace tells; `kvcell info --codecs` and stats say so).
 struct SideSpec {
   enum class Type : uint8_t {
     kF16 = 1,
@@ -36,8 +36,9 @@ struct SideSpec {
     kTq4 = 24,
   };
   // Levels of an integer side. Uniform: symmetric, -2^(b-1) .. 2^(b-1)-1 times the scale. Lloyd-Max: of the Gaussian.
-  // Asymmetric: 0 .. 2^b-1 times the scale plus a zero point (KIVI, arXiv 2402.02750).
-  enum class Levels : uint8_t { kUniform = 0, kLloydMax = 1, kAsymmetric = 2 };
+  // Asymmetric: 0 .. 2^b-1 times the scale plus a zero point (KIVI, arXiv 2402.02750). Skewed: a table that reaches
+  // further on one side, which the sign of the group's scale chooses.
+  enum class Levels : uint8_t { kUniform = 0, kLloydMax = 1, kAsymmetric = 2, kSkewed = 3 };
 
   Type type = Type::kF16;
   Levels levels = Levels::kUniform;

@@ -460,15 +460,18 @@ class AttentionAccess::Walk {
   }
 
   // Of K's scales. Those of tokens that the cell does not hold may be anything; mostly it holds all, and then the
-  // scales as they lie tell it fastest: f16 values that are not negative compare as their bits do.
+  // scales as they lie tell it fastest: magnitudes of f16 values compare as their bits do.
   float LargestScale(const CellRef& cell) const {
     const SideLayout& side = *k_.side;
     if (cell.first > 0 || cell.last < kBlockTokens) {
       return LargestMagnitude(scratch_.k_scale, side.n_groups * kBlockTokens);
     }
+    // Signed, for which SSE2 has a maximum.
     const auto* const scales = reinterpret_cast<const int16_t*>(cell.bytes + side.scales);
     int16_t largest = 0;
-    for (int i = 0; i < side.n_groups * kBlockTokens / side.rows_per_scale; ++i) largest = std::max(largest, scales[i]);
+    for (int i = 0; i < side.n_groups * kBlockTokens / side.rows_per_scale; ++i) {
+      largest = std::max(largest, static_cast<int16_t>(scales[i] & 0x7fff));
+    }
     return F16ToF32(static_cast<uint16_t>(largest));
   }
 

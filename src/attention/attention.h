@@ -150,8 +150,8 @@ void Finish(const HeadContext& head, const Partial& state, float* const* out, co
 // saw.
 void CellMasses(const Partial& state, std::span<const CellWeight> weights, std::span<float> mass);
 
-// The instruction set in use: "scalar", "avx2", "avx512", "neon". Chosen at first use, best first; KVCELL_ISA forces
-// one.
+// The instruction set in use: "scalar", "avx2", "avx512", "avx512vnni", "neon". Chosen at first use, best first;
+// KVCELL_ISA forces one.
 std::string_view AttentionIsa();
 // All that this machine can run, best first.
 std::vector<std::string_view> AttentionIsasFound();

@@ -141,7 +141,7 @@ class Sequence {
           std::memcpy(&half, cell.bytes + side.scales + ScaleIndex(side, t, g * group) * 2, sizeof(half));
           const double scale = static_cast<double>(F16ToF32(half));
           noise[static_cast<size_t>(cell.position + t)] += level_noise / 2 * norm * scale * scale;
-          largest = std::max(largest, scale);
+          largest = std::max(largest, std::abs(scale));
         }
         norms += norm;
       }
@@ -361,7 +361,8 @@ const char* const kCodecs[] = {
     "k=int4:g128:sym:rot,v=int4:g128:lloyd", "k=int8:g64:sym:rot:off,v=int4:g64:lloyd:rot",
     "k=int4:g64:lloyd:rot,v=f16", "k=f16,v=int8:g128:sym:rot", "k=int8:g32:sym,v=int8:g32:sym:rot", "i5", "i43", "i3",
     "k=int6:g32:rot:off,v=int5:g64:lloyd:rot", "k=int2:g32:lloyd:rot:off,v=int2:g16:lloyd:rot",
-    "k=int5:g16:sym,v=int6:g128:sym", "k=int3:g128:sym:rot,v=int3:g16:sym", "k=int2:g64:sym,v=int5:g32:sym:rot",
+    "k=int4:g32:skew:rot:off,v=int3:g32:skew:rot", "k=int3:g64:skew,v=int4:g128:skew", "k=int5:g16:sym,v=int6:g128:sym",
+    "k=int3:g128:sym:rot,v=int3:g16:sym", "k=int2:g64:sym,v=int5:g32:sym:rot",
     // Decoded, then attended: for study.
     "k=int2:t32:asym:plain,v=int2:g32:asym:plain", "k=int4:g64:lloyd:rot:off,v=int4:t64:sym:two:rot",
     "k=nf4:g64:rot,v=f16", "k=fp8e4m3,v=fp8e5m2", "k=f16,v=fp4:g32", "k=tq4:qjl,v=tq3", "k=bf16,v=f32"};
@@ -550,9 +551,10 @@ TEST_P(AttentionTest, A5LargeEqualValuesDoNotOverflowIntegerSums) {
 
 // Cells of arbitrary bytes with sane scales: every code meets every lane, and extremes meet the largest q.
 TEST_P(AttentionTest, A15EveryCodeInEveryLane) {
-  for (const char* codec : {"i4", "i8", "k=int4:g32:sym,v=int4:g32:sym", "k=int4:g64:lloyd,v=int4:g64:lloyd",
-                            "k=int2:g32:lloyd,v=int2:g64:sym", "k=int3:g64:sym,v=int3:g32:lloyd:rot",
-                            "k=int5:g32:lloyd:rot,v=int5:g16:sym", "k=int6:g64,v=int6:g32"}) {
+  for (const char* codec :
+       {"i4", "i8", "k=int4:g32:sym,v=int4:g32:sym", "k=int4:g64:lloyd,v=int4:g64:lloyd",
+        "k=int2:g32:lloyd,v=int2:g64:sym", "k=int3:g64:sym,v=int3:g32:lloyd:rot", "k=int5:g32:lloyd:rot,v=int5:g16:sym",
+        "k=int6:g64,v=int6:g32", "k=int3:g32:skew:rot,v=int4:g32:skew", "k=int4:g64:skew,v=int3:g64:skew"}) {
     auto layout = MakeCellLayout(*ParseCodec(codec), 64, 64);
     ASSERT_TRUE(layout.has_value());
     HeadContext head{64, 64, 0.05f, 0.0f, *layout};
@@ -563,9 +565,11 @@ TEST_P(AttentionTest, A15EveryCodeInEveryLane) {
         for (uint32_t i = side->codes; i < side->scales; ++i) {
           cell.data()[i] = static_cast<std::byte>(pattern >= 0 ? static_cast<uint32_t>(pattern) : rng() & 255u);
         }
-        const uint16_t scale = 0x2800;  // 1/32
         const int n = side->n_groups * (kBlockTokens / side->rows_per_scale);
-        for (int i = 0; i < n; ++i) std::memcpy(cell.data() + side->scales + i * 2, &scale, 2);
+        for (int i = 0; i < n; ++i) {
+          const uint16_t scale = i % 3 == 0 ? 0xA800 : 0x2800;  // -1/32 and 1/32
+          std::memcpy(cell.data() + side->scales + i * 2, &scale, 2);
+        }
       }
       Floats k(64 * 64), v(64 * 64);
       DecodeCell(*layout, cell.data(), k.data(), v.data());
@@ -634,7 +638,8 @@ TEST_P(AttentionTest, OddGroups) {
 
 // Rounding q and the weights must stay below a tenth, in power, of what 4-bit codes cost.
 TEST_P(AttentionTest, RoundingOfQueriesAndWeightsIsSmallBesideTheCodes) {
-  for (const char* codec : {"i4", "k=int4:g64:lloyd:rot:off,v=int4:g64:lloyd:rot", "k=int4:g32:sym,v=int4:g32:sym"}) {
+  for (const char* codec : {"i4", "k=int4:g64:lloyd:rot:off,v=int4:g64:lloyd:rot", "k=int4:g32:sym,v=int4:g32:sym",
+                            "k=int4:g64:skew:rot:off,v=int3:g32:skew:rot"}) {
     for (const float size : {0.5f, 1.0f, 3.0f, 6.0f}) {
       double rounding = 0, codes = 0;
       for (uint32_t seed = 1; seed <= 4; ++seed) {
@@ -659,7 +664,8 @@ TEST_P(AttentionTest, RoundingOfQueriesAndWeightsIsSmallBesideTheCodes) {
 // A row whose scores are noisier than kMostNoise, beside rows that are not, in cells with sinks before them and whole
 // ones.
 TEST_P(AttentionTest, NoiseOfOneRowIsCutOffAndNoOthers) {
-  for (const char* codec : {"k=int3:g32:lloyd:rot:off,v=f16", "k=int2:g64:sym,v=f16", "k=int2:g128:lloyd:rot,v=f16"}) {
+  for (const char* codec : {"k=int3:g32:lloyd:rot:off,v=f16", "k=int2:g64:sym,v=f16", "k=int2:g128:lloyd:rot,v=f16",
+                            "k=int3:g64:skew:rot:off,v=f16"}) {
     for (const float softcap : {0.0f, 50.0f}) {
       const Sequence sequence({.codec = codec, .n_tokens = 200, .softcap = softcap, .poison = {-1}});
       Rows rows(sequence, 4, 1.0f);
@@ -684,7 +690,8 @@ TEST_P(AttentionTest, NoiseOfOneRowIsCutOffAndNoOthers) {
 // Coded tokens beside exact ones get the share of attention that they would have uncoded: V tells which is which.
 TEST_P(AttentionTest, WhatCodesLackInWeightIsMadeUp) {
   constexpr int kCoded = 4 * kBlockTokens;
-  for (const char* codec : {"k=int3:g64:lloyd:rot,v=f16", "k=int3:g32:sym,v=f16", "k=int2:g32:lloyd,v=f16"}) {
+  for (const char* codec :
+       {"k=int3:g64:lloyd:rot,v=f16", "k=int3:g32:sym,v=f16", "k=int2:g32:lloyd,v=f16", "k=int3:g64:skew:rot,v=f16"}) {
     double lacking = 0, off = 0;
     int n = 0;
     for (uint32_t seed = 1; seed <= 6; ++seed) {

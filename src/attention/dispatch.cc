@@ -15,6 +15,7 @@ namespace attention_internal {
 std::span<const KernelSet* const> CompiledKernels() {
   static const KernelSet* const compiled[] = {
 #if defined(__x86_64__)
+    &Avx512VnniKernels(),
     &Avx512Kernels(),
     &Avx2Kernels(),
 #endif

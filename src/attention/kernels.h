@@ -114,8 +114,8 @@ struct KernelSet {
   // Scores [rows][64] to weights 2^(score - max), `max` [rows] being raised to the rows' largest scores first, and
   // `sum` [rows] the sums of the weights.
   PerRows<void(float* scores, float* max, float* sum)> softmax;
-  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest is kTop8 (less
-  // where sums16 asks for it; 32767 for int16). p: [rows][64].
+  // w[r][g][t] = round(p[r][t] * v_scale[g][t] / w_scale[r][g]), w_scale chosen so that the largest magnitude is kTop8
+  // (less where sums16 asks for it; 32767 for int16). p: [rows][64], none negative; scales may be (SideSpec::Levels).
   PerRows<void(const float* p, const float* v_scale, int n_groups, const Levels& levels, int8_t* w, float* w_scale,
                int32_t* w_start)>
       weights8;
@@ -138,7 +138,8 @@ inline constexpr float kMinWeight = 1e-30f;  // a cell whose weights are all bel
 
 const KernelSet& ScalarKernels();
 #if defined(__x86_64__)
-const KernelSet& Avx512Kernels();  // with VNNI
+const KernelSet& Avx512VnniKernels();
+const KernelSet& Avx512Kernels();  // without VNNI
 const KernelSet& Avx2Kernels();
 #endif
 // clang before 16 knows the dot product intrinsics only where the whole file is compiled for them.

@@ -559,14 +559,19 @@ KVCELL_INLINE void StoreWeightScales(__m128 inverse, __m128 most, int n_groups, 
   for (int r = 0; r < R; ++r) w_scale[r * n_groups] = scales[r];
 }
 
-// For each row the largest product p * v_scale of one group.
+// Weights are not negative, so the magnitude of a product is the product with the scale's magnitude.
+KVCELL_INLINE __m256 LoadMagnitudes(const float* scale) {
+  return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(scale));
+}
+
+// For each row the largest magnitude of the products p * v_scale of one group.
 template <int R>
 KVCELL_INLINE __m128 LargestWeights(const float* p, const float* v_scale) {
   __m256 largest[R];
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) largest[r] = _mm256_setzero_ps();
   for (int t = 0; t < kBlockTokens; t += 8) {
-    const __m256 scale = _mm256_loadu_ps(v_scale + t);
+    const __m256 scale = LoadMagnitudes(v_scale + t);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       largest[r] = _mm256_max_ps(largest[r], _mm256_mul_ps(scale, _mm256_loadu_ps(p + r * kBlockTokens + t)));
@@ -583,7 +588,7 @@ KVCELL_INLINE void WeightScales8(const float* p, const float* v_scale, int32_t h
 #pragma GCC unroll 4
   for (int r = 0; r < R; ++r) largest[r] = sum[r] = _mm256_setzero_ps();
   for (int t = 0; t < kBlockTokens; t += 8) {
-    const __m256 scale = _mm256_loadu_ps(v_scale + t);
+    const __m256 scale = LoadMagnitudes(v_scale + t);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r) {
       const __m256 product = _mm256_mul_ps(scale, _mm256_loadu_ps(p + r * kBlockTokens + t));

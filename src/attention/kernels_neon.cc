@@ -425,12 +425,12 @@ void Softmax(float* scores, float* max, float* sum) {
   }
 }
 
-// What takes the largest product p * v_scale of a group to `top`, 0 where they are too small to count (or hold a NaN,
-// which the sum of weights tells).
+// What takes the largest magnitude of the products p * v_scale of a group to `top`, 0 where they are too small to count
+// (or hold a NaN, which the sum of weights tells).
 KVCELL_INLINE float InverseScale(const float* p, const float* v_scale, float top, float* w_scale) {
   float32x4_t largest = vdupq_n_f32(0.0f);
   for (int t = 0; t < kBlockTokens; t += kLanes) {
-    largest = vmaxnmq_f32(largest, vmulq_f32(vld1q_f32(p + t), vld1q_f32(v_scale + t)));
+    largest = vmaxnmq_f32(largest, vabsq_f32(vmulq_f32(vld1q_f32(p + t), vld1q_f32(v_scale + t))));
   }
   const float most = vmaxnmvq_f32(largest);
   const bool counts = most > kMinWeight;

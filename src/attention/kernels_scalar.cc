@@ -192,10 +192,11 @@ void Softmax(float* scores, float* max, float* sum) {
   }
 }
 
-// The factor that takes the largest product p * v_scale of a group to `top`, 0 where they are too small to count.
+// The factor that takes the largest magnitude of the products p * v_scale of a group to `top`, 0 where they are too
+// small to count.
 float InverseScale(const float* p, const float* v_scale, float top, float* w_scale) {
   float largest = 0.0f;
-  for (int t = 0; t < kBlockTokens; ++t) largest = std::max(largest, p[t] * v_scale[t]);
+  for (int t = 0; t < kBlockTokens; ++t) largest = std::max(largest, std::fabs(p[t] * v_scale[t]));
   const bool counts = largest > kMinWeight;
   *w_scale = counts ? largest / top : 0.0f;
   return counts ? top / largest : 0.0f;
@@ -205,7 +206,7 @@ float InverseScale(const float* p, const float* v_scale, float top, float* w_sca
 template <typename Weight>
 Weight RoundWeight(float x) {
   constexpr float kMost = std::numeric_limits<Weight>::max();
-  return x > 0.0f ? static_cast<Weight>(std::nearbyint(std::min(x, kMost))) : Weight{0};
+  return x == x ? static_cast<Weight>(std::nearbyint(std::clamp(x, -kMost, kMost))) : Weight{0};
 }
 
 template <int R>

@@ -42,7 +42,9 @@ const char* const kPlaceSpecs[] = {"f16",
                                    "k=int6:g32:rot:off,v=int6:g128",
                                    "k=int5:g16:sym,v=int5:g64:lloyd:rot",
                                    "k=int3:g64:sym:rot:off,v=int3:g16:sym",
-                                   "k=int2:g32:lloyd:rot:off,v=int2:g64:sym"};
+                                   "k=int2:g32:lloyd:rot:off,v=int2:g64:sym",
+                                   "k=int4:g32:skew:rot:off,v=int3:g32:skew:rot",
+                                   "k=int3:g128:skew,v=int4:g64:skew"};
 // For study.
 const char* const kStudySpecs[] = {"k=int2:t32:asym:plain,v=int2:g32:asym:plain",
                                    "k=int4:t16:lloyd:rot:off,v=int4:g128:asym:rot",
@@ -190,6 +192,7 @@ TEST(CellCodec, LevelNoiseIsWhatCodingLeaves) {
   for (const int group : {16, 32, 64, 128}) {
     for (const int bits : {2, 3, 4, 5}) check(bits, "lloyd", group);
     for (const int bits : {2, 3, 4, 5, 6}) check(bits, "sym", group);
+    for (const int bits : {3, 4}) check(bits, "skew", group);
   }
 }
 
@@ -203,6 +206,8 @@ TEST(CellCodec, GaussianErrorStaysWithinEachCodecsBound) {
                                 {"int5:g32:lloyd", 0.0018},
                                 {"int5:g32", 0.0020},
                                 {"int3:g32:lloyd", 0.028},
+                                {"int3:g32:skew", 0.025},
+                                {"int4:g64:skew", 0.0075},
                                 {"int3:g64:lloyd", 0.031},
                                 {"int2:g32:lloyd", 0.112},
                                 {"int2:g64", 0.16},
@@ -388,6 +393,44 @@ TEST(Options, LloydMaxLevelsBeatUniformOnesOnGaussianValues) {
   }
 }
 
+// Whatever its sign: values that lean to either side, and those that lean to none, of which each group still does.
+TEST(Options, SkewedLevelsBeatLloydMaxOnes) {
+  for (const float lean : {0.0f, 0.3f, -0.3f}) {
+    Values values = Gaussian(64, 64, 39);
+    for (float& x : values.k) x += lean * (x * x - 1);
+    for (const char* bits : {"int3:g32", "int3:g64", "int4:g32", "int4:g64"}) {
+      const double bound = bits[3] == '3' ? 0.94 : 0.98;
+      EXPECT_LT(KeyError(values, std::string(bits) + ":skew"), bound * KeyError(values, std::string(bits) + ":lloyd"))
+          << bits << lean;
+    }
+  }
+}
+
+// Values turned round have the same codes and the other sign of every scale.
+TEST(CellCodec, SkewedCodesOfMirroredValuesDifferInTheirScalesSigns) {
+  const Values values = Gaussian(64, 64, 40);
+  Values mirrored = values;
+  for (std::vector<float>* side : {&mirrored.k, &mirrored.v}) {
+    for (float& x : *side) x = -x;
+  }
+  const Coded coded = Code("k=int3:g32:skew,v=int4:g64:skew:rot", values);
+  const Coded other = Code("k=int3:g32:skew,v=int4:g64:skew:rot", mirrored);
+  int negative = 0, n = 0;
+  for (const SideLayout* side : {&coded.layout.k, &coded.layout.v}) {
+    EXPECT_EQ(
+        std::memcmp(coded.bytes.data() + side->codes, other.bytes.data() + side->codes, side->scales - side->codes), 0);
+    for (uint32_t at = side->scales; at < side->channel_offset; at += 2, ++n) {
+      uint16_t a, b;
+      std::memcpy(&a, coded.bytes.data() + at, 2);
+      std::memcpy(&b, other.bytes.data() + at, 2);
+      ASSERT_EQ(a ^ 0x8000, b);
+      negative += a >> 15;
+    }
+  }
+  EXPECT_GT(negative, n / 4);
+  EXPECT_LT(negative, n * 3 / 4);
+}
+
 // The quantizer's search finds what a plain search over a fine grid of scales finds, within a percent.
 TEST(CellCodec, ScaleSearchIsNearTheBestScale) {
   const Values values = Gaussian(64, 64, 11);
@@ -568,10 +611,12 @@ TEST(FieldCases, A15EveryCodeAtEveryPlace) {
   for (int bits = 2; bits <= 6; ++bits) {
     const int count = 1 << bits;
     for (int shift = 0; shift < count; ++shift) {
-      for (const bool lloyd : {false, true}) {
-        if (bits == 6 && lloyd) continue;
-        const LevelTable levels =
-            MakeLevelTable(bits, lloyd ? SideSpec::Levels::kLloydMax : SideSpec::Levels::kUniform);
+      for (const auto& [part, which] :
+           {std::pair("", SideSpec::Levels::kUniform), std::pair(":lloyd", SideSpec::Levels::kLloydMax),
+            std::pair(":skew", SideSpec::Levels::kSkewed)}) {
+        if (bits == 6 && which != SideSpec::Levels::kUniform) continue;
+        if (bits != 3 && bits != 4 && which == SideSpec::Levels::kSkewed) continue;
+        const LevelTable levels = MakeLevelTable(bits, which);
         Values values(64, 64);
         // Every 32 values have every code, the outermost ones by force where there are more codes than that.
         const auto code = [&](int t, int d) {
@@ -584,10 +629,10 @@ TEST(FieldCases, A15EveryCodeAtEveryPlace) {
                 0.25f * float(levels.level[size_t(code(t, d))]);
           }
         }
-        const std::string type = "int" + std::to_string(bits), part = lloyd ? ":lloyd" : "";
+        const std::string type = "int" + std::to_string(bits);
         const Coded coded = Code("k=" + type + ":g32" + part + ",v=" + type + ":g64" + part, values);
-        ASSERT_EQ(coded.decoded.k, values.k) << bits << lloyd << shift;
-        ASSERT_EQ(coded.decoded.v, values.v) << bits << lloyd << shift;
+        ASSERT_EQ(coded.decoded.k, values.k) << bits << part << shift;
+        ASSERT_EQ(coded.decoded.v, values.v) << bits << part << shift;
         const auto* bytes = reinterpret_cast<const uint8_t*>(coded.bytes.data());
         // The document's own words: a unit is 16 lanes of 4 values.
         const auto plane_bits = [&](uint32_t plane, int width, int lane, int along) {

@@ -253,8 +253,9 @@ TEST(LevelTables, FiveBitLevelsAreTheBestOfTheirNeighbourhood) {
 
 TEST(LevelTables, AscendMirrorAndFitSixBits) {
   for (const int bits : {2, 3, 4, 5, 6}) {
-    for (const auto levels : {SideSpec::Levels::kUniform, SideSpec::Levels::kLloydMax}) {
+    for (const auto levels : {SideSpec::Levels::kUniform, SideSpec::Levels::kLloydMax, SideSpec::Levels::kSkewed}) {
       if (bits == 6 && levels == SideSpec::Levels::kLloydMax) continue;
+      if (bits != 3 && bits != 4 && levels == SideSpec::Levels::kSkewed) continue;
       const LevelTable table = MakeLevelTable(bits, levels);
       ASSERT_EQ(table.count, 1 << bits);
       const auto count = size_t(table.count);

@@ -2,6 +2,7 @@
 #include "kvcell/codec.h"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <iterator>
@@ -57,7 +58,28 @@ bool IsTurbo(Type type) { return type == Type::kTq2 || type == Type::kTq3 || typ
 bool IsFloat4(Type type) { return type == Type::kNf4 || type == Type::kFp4; }
 // The types that have every option of the study family.
 bool IsLowInt(Type type) { return type == Type::kInt2 || type == Type::kInt3 || type == Type::kInt4; }
-bool HasLloyd(Type type) { return IsLowInt(type) || type == Type::kInt5; }
+
+struct NamedLevels {
+  std::string_view name;
+  Levels levels;
+};
+constexpr NamedLevels kLevels[] = {
+    {"sym", Levels::kUniform}, {"asym", Levels::kAsymmetric}, {"lloyd", Levels::kLloydMax}, {"skew", Levels::kSkewed}};
+
+bool HasLevels(Type type, Levels levels) {
+  if (IsFloat4(type)) return false;
+  switch (levels) {
+    case Levels::kUniform:
+      return true;
+    case Levels::kAsymmetric:
+      return IsLowInt(type);
+    case Levels::kLloydMax:
+      return IsLowInt(type) || type == Type::kInt5;
+    case Levels::kSkewed:
+      return type == Type::kInt3 || type == Type::kInt4;
+  }
+  return false;
+}
 
 std::string AllowedParts(Type type, bool is_key) {
   const std::string name(TypeName(type));
@@ -66,7 +88,11 @@ std::string AllowedParts(Type type, bool is_key) {
   std::string text = name + " takes g16, g32, g64 or g128";
   if (IsLowInt(type)) text += " (t16, t32 or t64 for groups along tokens)";
   if (!IsFloat4(type)) {
-    text += HasLloyd(type) ? IsLowInt(type) ? ", sym, asym or lloyd" : ", sym or lloyd" : ", sym";
+    std::vector<std::string_view> levels;
+    for (const NamedLevels& known : kLevels) {
+      if (HasLevels(type, known.levels)) levels.push_back(known.name);
+    }
+    text += fmt::format(", {}", fmt::join(levels, " or "));
     if (IsLowInt(type)) text += ", plain, clip, two";
   }
   return text + ", rot" + (is_key ? ", off" : "; off is for k alone");
@@ -98,9 +124,9 @@ bool ApplyPart(std::string_view part, bool is_key, SideSpec* side, SeenParts* se
   }
   if (part == "rot") return !std::exchange(side->rotate, true);
   if (part == "off" && is_key) return !std::exchange(side->channel_offset, true);
-  if (IsFloat4(type)) return false;
-  if (part == "sym" || (part == "lloyd" && HasLloyd(type)) || (part == "asym" && IsLowInt(type))) {
-    side->levels = part == "sym" ? Levels::kUniform : part == "lloyd" ? Levels::kLloydMax : Levels::kAsymmetric;
+  for (const NamedLevels& known : kLevels) {
+    if (part != known.name || !HasLevels(type, known.levels)) continue;
+    side->levels = known.levels;
     return !std::exchange(seen->levels, true);
   }
   if (!IsLowInt(type)) return false;
@@ -140,6 +166,13 @@ Result<SideSpec> ParseSide(std::string_view text, std::string_view name) {
                                                             Quoted(part), AllowedParts(side.type, is_key)));
     }
   }
+  if (side.levels == Levels::kSkewed && !AttendedInPlace(side)) {
+    return Fail(
+        StatusCode::kInvalidArgument,
+        fmt::format("codec: side {} has 'skew' beside groups along tokens, 'plain', 'clip' or 'two'; such a side "
+                    "is decoded to be attended and takes sym, asym or lloyd",
+                    name));
+  }
   return side;
 }
 
@@ -149,7 +182,9 @@ std::string SideText(const SideSpec& side) {
   if (IsTurbo(side.type)) return text + (side.qjl ? ":qjl" : "");
   text += fmt::format(":{}{}", side.along_tokens ? 't' : 'g', side.group);
   if (!IsFloat4(side.type)) {
-    text += side.levels == Levels::kLloydMax ? ":lloyd" : side.levels == Levels::kAsymmetric ? ":asym" : ":sym";
+    for (const NamedLevels& known : kLevels) {
+      if (known.levels == side.levels) text.append(":").append(known.name);
+    }
   }
   if (side.plain_scale) text += ":plain";
   if (side.clip) text += ":clip";
@@ -164,21 +199,25 @@ CodecPreset Preset(const char* name, const char* idea, const SideSpec& k, const 
 }
 
 std::vector<CodecPreset> MakePresets() {
-  const auto key = [](Type type, uint16_t group) {
-    return SideSpec{.type = type, .levels = Levels::kLloydMax, .rotate = true, .channel_offset = true, .group = group};
-  };
   const auto value = [](Type type, uint16_t group) {
-    return SideSpec{.type = type, .levels = Levels::kLloydMax, .rotate = true, .group = group};
+    // Skewed levels win at 3 bits; at 4 they cost more time to code and keep answers no better (docs/codecs.md).
+    const Levels levels = type == Type::kInt8   ? Levels::kUniform
+                          : type == Type::kInt3 ? Levels::kSkewed
+                                                : Levels::kLloydMax;
+    return SideSpec{.type = type, .levels = levels, .rotate = true, .group = group};
   };
-  SideSpec i8_k = key(Type::kInt8, 128), i8_v = value(Type::kInt8, 64);
-  i8_k.levels = i8_v.levels = Levels::kUniform;
+  const auto key = [&](Type type, uint16_t group) {
+    SideSpec side = value(type, group);
+    side.channel_offset = true;
+    return side;
+  };
   CodecPreset i43 = Preset("i43", "as i4, with 3-bit V behind the first quarter of the layers: a quarter of the bytes",
                            key(Type::kInt4, 64), value(Type::kInt3, 32));
   i43.spec.early_v = value(Type::kInt4, 64);
   return {
       Preset("f16", "half precision as appended: the reference, 16 bits per element", {}, {}),
       Preset("i8", "8-bit codes after a Hadamard rotation, K around its channel means: next to no loss, half the bytes",
-             i8_k, i8_v),
+             key(Type::kInt8, 128), value(Type::kInt8, 64)),
       Preset("i5", "as i4, with 5-bit K: half of i4's loss for half a bit", key(Type::kInt5, 32),
              value(Type::kInt4, 64)),
       Preset("i4",
@@ -199,10 +238,10 @@ std::vector<CodecFamily> MakeFamilies() {
        "k=int6:g32:rot:off,v=int4:g64:lloyd:rot"},
       {"int5", "g16..g128, sym or lloyd, rot, off", "5-bit codes: for K",
        "k=int5:g32:lloyd:rot:off,v=int4:g64:lloyd:rot"},
-      {"int4", "g16..g128 or t16..t64, sym, asym or lloyd, plain, clip, two, rot, off", "4-bit codes",
+      {"int4", "g16..g128 or t16..t64, sym, asym, lloyd or skew, plain, clip, two, rot, off", "4-bit codes",
        "k=int4:g32:lloyd:rot:off,v=int4:g64:lloyd:rot"},
-      {"int3", "as int4", "3-bit codes: for V", "k=int4:g32:lloyd:rot:off,v=int3:g64:lloyd:rot"},
-      {"int2", "as int4", "2-bit codes; with K per channel and V per token this is KIVI",
+      {"int3", "as int4", "3-bit codes: for V", "k=int4:g32:lloyd:rot:off,v=int3:g32:skew:rot"},
+      {"int2", "as int4 without skew", "2-bit codes; with K per channel and V per token this is KIVI",
        "k=int2:t32:asym:plain,v=int2:g32:asym:plain"},
       {"f32", "", "the appended f16 values in 32 bits: what no coding at all would give", "k=f32,v=f32"},
       {"bf16", "", "8 bits of mantissa: what a bf16 cache costs", "k=bf16,v=bf16"},

@@ -30,6 +30,7 @@ std::vector<std::string> AllSides(bool is_key) {
     add(std::string("fp4") + group);
     for (const char* type : {"int8", "int6", "int5", "int4", "int3", "int2"}) add(std::string(type) + group + ":sym");
     for (const char* type : {"int5", "int4", "int3", "int2"}) add(std::string(type) + group + ":lloyd");
+    for (const char* type : {"int4", "int3"}) add(std::string(type) + group + ":skew");
   }
   for (const char* type : {"int4", "int3", "int2"}) {
     for (const char* group : {":g32", ":t16", ":t32", ":t64"}) {
@@ -56,7 +57,8 @@ TEST(CodecText, EverySpecReadsBack) {
 }
 
 TEST(CodecText, OnlyWhatNoKernelReadsIsForStudy) {
-  for (const char* side : {"f16", "int8:g16", "int6", "int5:lloyd", "int4:g128:lloyd", "int3:rot", "int2:g16"}) {
+  for (const char* side :
+       {"f16", "int8:g16", "int6", "int5:lloyd", "int4:g128:lloyd", "int3:skew", "int3:rot", "int2:g16"}) {
     EXPECT_TRUE(AttendedInPlace(ParseCodec(std::string("k=") + side + ",v=f16")->k)) << side;
   }
   for (const char* side : {"bf16", "f32", "fp8e4m3", "nf4", "fp4", "tq4", "tq2:qjl", "int4:asym", "int4:t32",
@@ -118,6 +120,10 @@ TEST(CodecText, RefusalsNameTheWordAndWhatIsAllowed) {
       {"k=f16,v=int8:t32", "'t32'"},
       {"k=f16,v=int6:lloyd", "'lloyd'"},
       {"k=int5:asym,v=f16", "'asym'"},
+      {"k=int5:skew,v=f16", "g32, g64 or g128, sym or lloyd, rot"},
+      {"k=f16,v=int2:skew", "sym or asym or lloyd, plain"},
+      {"k=int4:skew:t32,v=f16", "side k has 'skew' beside groups along tokens"},
+      {"k=f16,v=int3:plain:skew", "side v has 'skew'"},
       {"k=nf4:sym,v=f16", "'sym'"},
       {"k=tq4:g64,v=f16", "qjl alone"},
       {"k=bf16:rot,v=f16", "bf16 takes no parts"},

@@ -26,22 +26,23 @@ constexpr double kManyMisses = 0.2;             // of all reads
 constexpr double kMuchUnused = 2.0;             // RAM taken over bytes of cells in it
 constexpr uint64_t kSmall = uint64_t{4} << 20;  // below this, whole chunks and set-aside room are all there is to see
 
-// Expected squared error and power of one side: a step of uniform width w loses w^2 / 12.
+// Expected squared error and power of one side: LevelNoise, or of codes that are a scale apart a twelfth of its square.
 struct ErrorSum {
   double error = 0, power = 0;
 };
 void AddSide(const SideLayout& side, const std::byte* cell, const float* values, ErrorSum* sum) {
+  if (!side.in_place) return;  // for study: scales of other kinds, and of no known loss
   const auto n = static_cast<size_t>(kBlockTokens * side.dim);
   for (size_t i = 0; i < n; ++i) sum->power += static_cast<double>(values[i]) * static_cast<double>(values[i]);
   if (side.spec.type == SideSpec::Type::kF16) return;
-  // Uniform levels are a scale apart; Lloyd-Max levels 2 to 5, nearer in the middle, where the values are.
-  const double width = side.spec.levels == SideSpec::Levels::kLloydMax ? 2.2 : 1.0;
+  const int bits = LevelBits(side.spec.type);
+  const double noise = bits > 0 ? static_cast<double>(LevelNoise(bits, side.spec.levels)) : 1.0 / 12.0;
   for (int t = 0; t < kBlockTokens; ++t) {
     for (int d = 0; d < side.dim; ++d) {
       uint16_t half = 0;
       std::memcpy(&half, cell + side.scales + ScaleIndex(side, t, d) * 2, sizeof(half));
-      const double step = width * static_cast<double>(F16ToF32(half));
-      sum->error += step * step / 12.0;
+      const auto scale = static_cast<double>(F16ToF32(half));
+      sum->error += noise * scale * scale;
     }
   }
 }

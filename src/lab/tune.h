@@ -18,8 +18,8 @@ struct TuneOptions {
   double kld_limit = 0.01;  // mean KL divergence against the model's own f16 KV that the choice must stay under
   double bits_limit = 0;    // bits per element that the choice must not pass, in place of kld_limit; 0: no such limit
   // To choose from, in any order. Beside the presets a K that is much finer than V, which some layers need.
-  std::vector<std::string> codecs = {"i8", "k=int6:g32:sym:rot:off,v=int4:g64:lloyd:rot",   "i5",
-                                     "i4", "k=int5:g32:lloyd:rot:off,v=int3:g64:lloyd:rot", "i43",
+  std::vector<std::string> codecs = {"i8", "k=int6:g32:sym:rot:off,v=int4:g64:lloyd:rot",  "i5",
+                                     "i4", "k=int5:g32:lloyd:rot:off,v=int3:g64:skew:rot", "i43",
                                      "i3"};
   int32_t sinks = 4;
   bool weights_f32 = false;  // on a copy with all weights in f32: probes then measure the codecs alone
