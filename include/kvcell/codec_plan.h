@@ -1,6 +1,7 @@
 // Codecs by layer and KV head: a base recipe and ranges that have another.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <string>
 #include <string_view>
@@ -23,8 +24,11 @@ struct CodecRange {
   bool operator==(const CodecRange&) const = default;
 };
 
-// The codec of one cell of a model of n_layers: the first range that holds, else `base`; with what `early_v` says of
-// the layer as its v, and no early_v of its own.
+// What a codec says of one layer of a model of n_layers: with what `early_v` says of the layer as its v, and no early_v
+// of its own.
+CodecSpec CodecOfLayer(CodecSpec codec, size_t layer, size_t n_layers);
+// The codec of one cell of a model of n_layers: of the first range that holds, else of `base`, what it says of the
+// layer.
 CodecSpec CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head,
                    int32_t n_layers);
 // The canonical text of base and ranges, part of a stored cell's identity: CodecText(base) where there are no ranges,

@@ -558,7 +558,7 @@ TEST_P(AttentionTest, A15EveryCodeInEveryLane) {
     auto layout = MakeCellLayout(*ParseCodec(codec), 64, 64);
     ASSERT_TRUE(layout.has_value());
     HeadContext head{64, 64, 0.05f, 0.0f, *layout};
-    for (int pattern = -4; pattern < 256; ++pattern) {
+    for (int pattern = -5; pattern < 256; ++pattern) {
       CellBytes cell(layout->bytes);
       std::mt19937 rng(static_cast<uint32_t>(pattern + 100));
       for (const SideLayout* side : {&layout->k, &layout->v}) {
@@ -569,6 +569,27 @@ TEST_P(AttentionTest, A15EveryCodeInEveryLane) {
         for (int i = 0; i < n; ++i) {
           const uint16_t scale = i % 3 == 0 ? 0xA800 : 0x2800;  // -1/32 and 1/32
           std::memcpy(cell.data() + side->scales + i * 2, &scale, 2);
+        }
+        // All tokens alike, and V's codes the outermost ones on the side of their scale: no products cancel.
+        const int bits = LevelBits(side->spec.type);
+        if (pattern != -5 || bits == 0) continue;
+        std::fill_n(cell.data() + side->codes, side->scales - side->codes, std::byte{0});
+        if (side == &layout->k) {
+          for (int i = 0; i < n; ++i) std::memset(cell.data() + side->scales + i * 2 + 1, 0x28, 1);
+          continue;
+        }
+        for (int t = 0; t < kBlockTokens; ++t) {
+          for (int d = 0; d < 64; ++d) {
+            uint16_t scale;
+            std::memcpy(&scale, cell.data() + side->scales + ScaleIndex(*side, t, d) * 2, 2);
+            if (scale >> 15 != 0) continue;
+            for (const auto& [plane, width] :
+                 {std::pair(side->codes, LowBits(bits)), std::pair(side->codes_high, HighBits(bits))}) {
+              if (width == 0) continue;
+              const CodePlace place = ValuePlace(width, t, d);
+              cell.data()[plane + place.byte] |= static_cast<std::byte>(((1 << width) - 1) << place.shift);
+            }
+          }
         }
       }
       Floats k(64 * 64), v(64 * 64);

@@ -206,7 +206,7 @@ float InverseScale(const float* p, const float* v_scale, float top, float* w_sca
 template <typename Weight>
 Weight RoundWeight(float x) {
   constexpr float kMost = std::numeric_limits<Weight>::max();
-  return x == x ? static_cast<Weight>(std::nearbyint(std::clamp(x, -kMost, kMost))) : Weight{0};
+  return !std::isnan(x) ? static_cast<Weight>(std::nearbyint(std::clamp(x, -kMost, kMost))) : Weight{0};
 }
 
 template <int R>

@@ -352,7 +352,7 @@ TEST(Cache, BitsPerElementAreTheMeanOfAllLayersBeforeAnyCellIsSealedToo) {
 TEST(Cache, EarlyLayersHaveTheirOwnV) {
   auto options = MadeOptions("i43", MadeGeometry(9, 4, 2, 64));  // two early layers
   const auto bits = [](const std::string& codec) { return *CodecBitsPerElement(*ParseCodec(codec), 64, 64); };
-  const std::string late = "k=int4:g64:lloyd:rot:off,v=int3:g32:lloyd:rot";
+  const std::string late = "k=int4:g64:lloyd:rot:off,v=int3:g32:skew:rot";
   const std::string early = "k=int4:g64:lloyd:rot:off,v=int4:g64:lloyd:rot";
   auto cache = OpenOrDie(options);
   Feed(cache.get(), cache->Create().value(), MadeTokens(640));

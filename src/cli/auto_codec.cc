@@ -4,18 +4,31 @@
 #include <unistd.h>
 
 #include <filesystem>
+#include <span>
 #include <utility>
 
+#include "base/checksum.h"
 #include "base/text_file.h"
 #include "cell/rules.h"
 #include "cli/interrupt.h"
 #include "cli/output.h"
+#include "kvcell/codec.h"
 #include "lab/tune.h"
 #include "model/weights.h"
 #include "model/weights_digest.h"
 
 namespace kvcell::cli {
 namespace {
+
+// What a choice was made from, as 16 hexadecimal digits: another version's codecs are measured anew.
+std::string Candidates() {
+  std::string texts;
+  for (const std::string& codec : TuneOptions{}.codecs) {
+    const auto spec = ParseCodec(codec);
+    texts.append("|").append(spec ? CodecText(*spec) : codec);
+  }
+  return fmt::format("{:016x}", Checksum64(std::as_bytes(std::span(texts))));
+}
 
 // Rules that were kept: what tune writes says which codecs hold and nothing on which answers depend.
 Result<std::shared_ptr<const Rules>> Kept(const std::string& path) {
@@ -67,7 +80,7 @@ Result<std::shared_ptr<const Rules>> AutoRules(const Options& options) {
   const auto weights = WeightsFile::Open(options.model);
   if (!weights) return Fail(weights.error());
   const std::string digest = DigestWeights(weights->bytes(), weights->info(), folder).text;
-  const std::string path = fmt::format("{}/{}.auto.yaml", folder, digest);
+  const std::string path = fmt::format("{}/{}.{}.auto.yaml", folder, digest, Candidates());
   auto known = Kept(path);
   if (known) return known;
   std::error_code ignored;

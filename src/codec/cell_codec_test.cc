@@ -263,10 +263,12 @@ TEST(CellCodec, QjlTakesTheBiasOffInnerProducts) {
 TEST(CellCodec, WorstErrorIsHalfAGapOrTheClippedPart) {
   struct Contract {
     const char* spec;
-    float gap, low, high;
+    float gap, low, high;  // of the levels, of V's where K's differ
   };
   for (const Contract& c : {Contract{"k=int4:g32:lloyd,v=int4:g64:lloyd", 5.0f, -20.0f, 20.0f},
                             Contract{"k=int4:g64:sym,v=int4:g128:sym", 1.0f, -8.0f, 7.0f},
+                            Contract{"k=int3:g32:skew,v=int3:g64:skew", 8.0f, -16.0f, 20.0f},
+                            Contract{"k=int4:g32:skew,v=int4:g64:skew", 5.0f, -18.0f, 22.0f},
                             Contract{"k=int8:g32,v=int8:g128", 1.0f, -127.0f, 127.0f}}) {
     for (const int dim : kDims) {
       Values values = Gaussian(dim, dim, uint32_t(dim));
@@ -276,12 +278,12 @@ TEST(CellCodec, WorstErrorIsHalfAGapOrTheClippedPart) {
       const Coded coded = Code(c.spec, exact);
       const auto check = [&](const SideLayout& side, const std::vector<float>& want, const std::vector<float>& got) {
         for (int i = 0; i < kBlockTokens * dim; ++i) {
-          const float scale = Scale(coded, side, i / dim, i % dim);
-          const float x = want[size_t(i)];
+          const float signed_scale = Scale(coded, side, i / dim, i % dim), scale = std::abs(signed_scale);
+          const float turned = signed_scale < 0.0f ? -1.0f : 1.0f, x = turned * want[size_t(i)];
           const float clipped = std::max({x - c.high * scale, c.low * scale - x, 0.0f});
           // Thresholds are chosen on values in units of absmax / 16384.
           const float slack = 1e-3f * c.high * scale + 1e-3f * clipped;
-          ASSERT_LE(std::abs(x - got[size_t(i)]), std::max(0.5f * c.gap * scale, clipped) + slack)
+          ASSERT_LE(std::abs(x - turned * got[size_t(i)]), std::max(0.5f * c.gap * scale, clipped) + slack)
               << c.spec << " " << i;
         }
       };
@@ -433,34 +435,41 @@ TEST(CellCodec, SkewedCodesOfMirroredValuesDifferInTheirScalesSigns) {
 
 // The quantizer's search finds what a plain search over a fine grid of scales finds, within a percent.
 TEST(CellCodec, ScaleSearchIsNearTheBestScale) {
-  const Values values = Gaussian(64, 64, 11);
-  const Coded coded = Code("k=int4:g32:lloyd,v=int4:g64:sym", values);
-  const auto best_error = [](const float* x, int n, SideSpec::Levels which) {
-    const LevelTable table = MakeLevelTable(4, which);
-    const std::vector<int> levels(table.level.begin(), table.level.begin() + 16);
+  // The least squared error of n values at any scale of either sign.
+  const auto best_error = [](const float* x, int n, const LevelTable& table) {
     float absmax = 0;
     for (int i = 0; i < n; ++i) absmax = std::max(absmax, std::abs(x[i]));
     double best = 1e9;
-    for (int step = 1; step < 3000; ++step) {
-      const double scale = double(absmax) * step / 1000.0 / levels[15];
+    for (int step = -1500; step < 1500; ++step) {
+      const double scale = double(absmax) * (step + 0.5) / 500.0 / table.level[size_t(table.count) - 1];
       double error = 0;
       for (int i = 0; i < n; ++i) {
         double nearest = 1e9;
-        for (const int level : levels) nearest = std::min(nearest, std::pow(double(x[i]) - scale * level, 2));
+        for (int l = 0; l < table.count; ++l) {
+          const double off = double(x[i]) - scale * table.level[size_t(l)];
+          nearest = std::min(nearest, off * off);
+        }
         error += nearest;
       }
       best = std::min(best, error);
     }
     return best;
   };
-  double best = 0, got = 0;
-  for (size_t i = 0; i < 64 * 64; i += 32) best += best_error(&values.k[i], 32, SideSpec::Levels::kLloydMax);
-  for (size_t i = 0; i < 64 * 64; i += 64) best += best_error(&values.v[i], 64, SideSpec::Levels::kUniform);
-  for (size_t i = 0; i < 64 * 64; ++i) {
-    got += std::pow(double(values.k[i]) - double(coded.decoded.k[i]), 2);
-    got += std::pow(double(values.v[i]) - double(coded.decoded.v[i]), 2);
+  const Values values = Gaussian(64, 64, 11);
+  for (const char* spec :
+       {"k=int4:g32:lloyd,v=int4:g64:lloyd", "k=int3:g32:skew,v=int3:g64:skew", "k=int4:g32:skew,v=int4:g64:skew"}) {
+    const Coded coded = Code(spec, values);
+    const SideSpec& side = coded.layout.k.spec;
+    const LevelTable table = MakeLevelTable(LevelBits(side.type), side.levels);
+    double best = 0, got = 0;
+    for (size_t i = 0; i < 64 * 64; i += 32) best += best_error(&values.k[i], 32, table);
+    for (size_t i = 0; i < 64 * 64; i += 64) best += best_error(&values.v[i], 64, table);
+    for (size_t i = 0; i < 64 * 64; ++i) {
+      got += std::pow(double(values.k[i]) - double(coded.decoded.k[i]), 2);
+      got += std::pow(double(values.v[i]) - double(coded.decoded.v[i]), 2);
+    }
+    EXPECT_LT(got, 1.02 * best) << spec;
   }
-  EXPECT_LT(got, 1.02 * best);
 }
 
 // --- Field cases
@@ -566,7 +575,7 @@ TEST(FieldCases, A8NonFiniteHalvesInAnExactCellAreDefined) {
 TEST(FieldCases, A14OddHeadsHaveTheZeroCodeInTheirPadding) {
   for (const int dim : {1, 7, 65, 40}) {
     for (const char* spec : {"k=int4:g32:lloyd:rot:off,v=int4:g64:sym", "k=int5:g32:lloyd,v=int2:g64:sym",
-                             "k=int3:g32:sym,v=int6:g64:sym:rot"}) {
+                             "k=int3:g32:sym,v=int6:g64:sym:rot", "k=int3:g32:skew,v=int4:g64:skew:rot"}) {
       const Coded coded = Code(spec, Gaussian(dim, dim, 12));
       const auto bits_at = [&](uint32_t plane, const CodePlace& place, int width) {
         return int(coded.bytes.data()[plane + place.byte]) >> place.shift & ((1 << width) - 1);
@@ -844,6 +853,12 @@ TEST(Determinism, BytesArePinned) {
   EXPECT_EQ(digest("i4", 80, 65, 4), 125792940029720603u);
   EXPECT_EQ(digest("i4", 256, 128, 0), 1028414255382568762u);
   EXPECT_EQ(digest("k=int4:g128:sym,v=int4:g128:sym:rot", 64, 7, 3), 578355200692330950u);
+  EXPECT_EQ(digest("i5", 64, 64, 4), 9288891779864414685u);
+  EXPECT_EQ(digest("i43", 64, 64, 4), 10419149006514365670u);
+  EXPECT_EQ(digest("i3", 64, 64, 4), 7255350154671499697u);
+  EXPECT_EQ(digest("i3", 128, 256, 0), 15499334906991779181u);
+  EXPECT_EQ(digest("k=int4:g32:skew:rot:off,v=int3:g128:skew", 80, 65, 4), 3858564610885271156u);
+  EXPECT_EQ(digest("k=int3:g128:skew,v=int4:g128:skew:rot", 40, 7, 3), 16703677515299213546u);
 }
 
 TEST(CellCodec, TokensBeforeTheFirstAreNeitherReadNorCoded) {

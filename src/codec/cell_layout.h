@@ -21,8 +21,9 @@
 // int2 and int4 have one plane. int3 is a plane of 2 bits and a high one of 1 bit, int5 4 + 1, int6 4 + 2: a kernel's
 // inner step differs in how it loads a vector of codes and in nothing else.
 //
-// dim runs to dim_padded. Padding dims, and tokens before first_token, have the code ZeroCode(bits), or 0 (int8, f16):
-// a level that is 0 or the smallest one, so a kernel must put zeros on the query's side, or leave such lanes out.
+// dim runs to dim_padded. Padding dims, tokens before first_token and groups of zeros have the code ZeroCode(bits), or
+// 0 (int8, f16, and of uniform levels what has scale 0). It stands for no value: a kernel puts zeros on the query's
+// side, or leaves such lanes out.
 //
 // Sides for study (AttendedInPlace is false) lie in study_codec.h's order within the same planes.
 #pragma once
@@ -59,7 +60,7 @@ static_assert(offsetof(CellHeader, k_offset_scale) == 48 && offsetof(CellHeader,
 inline constexpr uint32_t kCellMagic = 0x4c43564b;  // "KVCL"
 inline constexpr uint16_t kCellVersion = 1;
 
-inline constexpr int kMaxLevel = 32;  // |level| <= 32: AVX2 adds two u8 * s8 products in 16 bits without saturating
+inline constexpr int kMaxLevel = 32;  // |level| <= 32: two u8 * s8 products then add up in 16 bits without saturating
 inline constexpr int kMaxLevels = 64;
 inline constexpr int kMaxHeadDim = 1024;
 
@@ -83,7 +84,7 @@ constexpr int LevelBits(SideSpec::Type type) {
 // How a code is cut: its low bits lie in the plane `codes`, its high bits in `codes_high`.
 constexpr int LowBits(int bits) { return bits >= 4 ? 4 : 2; }
 constexpr int HighBits(int bits) { return bits - LowBits(bits); }
-// Of padding and of groups whose scale is 0: level 0 or the smallest positive one.
+// Of what holds no value.
 constexpr int ZeroCode(int bits) { return 1 << (bits - 1); }
 
 // The integer values of a side's codes, ascending.

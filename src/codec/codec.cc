@@ -92,7 +92,7 @@ std::string AllowedParts(Type type, bool is_key) {
     for (const NamedLevels& known : kLevels) {
       if (HasLevels(type, known.levels)) levels.push_back(known.name);
     }
-    text += fmt::format(", {}", fmt::join(levels, " or "));
+    text += levels.size() == 1 ? ", sym" : fmt::format(", one of {}", fmt::join(levels, " "));
     if (IsLowInt(type)) text += ", plain, clip, two";
   }
   return text + ", rot" + (is_key ? ", off" : "; off is for k alone");

@@ -19,13 +19,17 @@ std::string_view NextPart(std::string_view* text) {
 
 }  // namespace
 
-CodecSpec CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head,
-                   int32_t n_layers) {
-  const auto range = std::ranges::find_if(ranges, [&](const CodecRange& r) { return r.holds(layer, head); });
-  CodecSpec codec = range == ranges.end() ? base : range->codec;
+CodecSpec CodecOfLayer(CodecSpec codec, size_t layer, size_t n_layers) {
   if (codec.early_v && layer < n_layers / 4) codec.v = *codec.early_v;
   codec.early_v.reset();
   return codec;
+}
+
+CodecSpec CodecFor(const CodecSpec& base, const std::vector<CodecRange>& ranges, int32_t layer, int32_t head,
+                   int32_t n_layers) {
+  const auto range = std::ranges::find_if(ranges, [&](const CodecRange& r) { return r.holds(layer, head); });
+  return CodecOfLayer(range == ranges.end() ? base : range->codec, static_cast<size_t>(layer),
+                      static_cast<size_t>(n_layers));
 }
 
 std::string CodecPlanText(const CodecSpec& base, const std::vector<CodecRange>& ranges) {

@@ -220,8 +220,7 @@ class Measure {
         v[c].Add(layer_v[c]);
         output[c].error += layer_output[c].error;
         output[c].energy += layer_output[c].energy;
-        const CodecSpec codec =
-            CodecFor(specs[c], {}, static_cast<int32_t>(l), 0, static_cast<int32_t>(data_.geometry.size()));
+        const CodecSpec codec = CodecOfLayer(specs[c], l, data_.geometry.size());
         bytes[c] += heads * *CodecBitsPerElement(codec, g.head_dim_k, g.head_dim_v);
       }
     }
@@ -408,7 +407,7 @@ std::string Calibration::Text() const {
 Result<DecodedHead> CodeHead(const KvData& data, size_t layer, int head, CodecSpec codec, int32_t sinks,
                              const Calibration* calibration) {
   const LayerGeometry& g = data.geometry[layer];
-  codec = CodecFor(codec, {}, static_cast<int32_t>(layer), head, static_cast<int32_t>(data.geometry.size()));
+  codec = CodecOfLayer(codec, layer, data.geometry.size());
   if (calibration != nullptr) codec.k.channel_offset = false;
   const auto layout = MakeCellLayout(codec, g.head_dim_k, g.head_dim_v);
   if (!layout) return Fail(layout.error());

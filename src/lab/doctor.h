@@ -1,6 +1,7 @@
 // The classic troubles of a KV cache, told from figures: which one shows the trouble, and what to change.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -13,10 +14,15 @@ namespace kvcell {
 
 class Store;
 
+// Expected squared error of a layer's coded values over their power, estimated from the cells' own scales.
+struct LayerError {
+  size_t layer = 0;
+  double error = 0;
+};
+
 // What is known of a run or of a stored session; what is not known is not judged.
 struct DoctorFigures {
-  // Expected squared error of coded values over their power, estimated from the cells' own scales. [n_layers]
-  std::vector<double> error_by_layer;
+  std::vector<LayerError> errors;  // of layers whose codecs are attended in place: those of the others tell none
   int64_t cells_checked = 0, cells_damaged = 0;
   std::string first_damage;
   std::optional<CacheStats> stats;  // of a running process

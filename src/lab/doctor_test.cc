@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <fstream>
+#include <tuple>
 
 #include "cache/cache_test_util.h"
 #include "store/store.h"
@@ -71,10 +72,35 @@ TEST(Doctor, ASoundSessionHasNoTrouble) {
   EXPECT_THAT(Troubles(*figures), testing::IsEmpty());
 }
 
+// What is expected is what decoding shows.
+TEST(Doctor, ExpectedErrorIsTheErrorOfTheValues) {
+  for (const auto& [codec, low, high] :
+       {std::tuple("i8", 1e-5, 1e-4), std::tuple("i4", 0.004, 0.012), std::tuple("i3", 0.018, 0.04)}) {
+    TempDir store;
+    SaveSession(store.path(), codec, -1);
+    const auto figures = Examined(store.path(), "s");
+    ASSERT_TRUE(figures) << figures.error().message();
+    ASSERT_EQ(figures->errors.size(), 4u);
+    for (const LayerError& layer : figures->errors) {
+      EXPECT_GT(layer.error, low) << codec;
+      EXPECT_LT(layer.error, high) << codec;
+    }
+    EXPECT_THAT(Troubles(*figures), testing::IsEmpty()) << codec;
+  }
+}
+
 TEST(Doctor, QualityThatFellAfterQuantizing) {
   TempDir store;
   SaveSession(store.path(), "k=int4:g128:sym,v=int4:g128:sym", 99);
   EXPECT_THAT(Troubles(Examined(store.path(), "s").value()), Contains("quality"));
+}
+
+TEST(Doctor, LayersOfUnknownErrorKeepTheirNumbers) {
+  DoctorFigures figures;
+  figures.errors = {{2, 0.01}, {3, 0.01}, {5, 0.2}};
+  const auto findings = Diagnose(figures);
+  ASSERT_EQ(findings.size(), 1u);
+  EXPECT_THAT(findings[0].figure, HasSubstr("layer 5:"));
 }
 
 TEST(Doctor, OneLayerFarWorseThanTheOthers) {

@@ -64,7 +64,7 @@ class Tuner {
     for (size_t l = 0; l < n; ++l) {
       // A layer's own codec where a preset means different ones, so that the rules say what was measured.
       const CodecSpec& spec = specs_[choice[l]];
-      const CodecSpec own = CodecFor(spec, {}, static_cast<int32_t>(l), 0, static_cast<int32_t>(n));
+      const CodecSpec own = CodecOfLayer(spec, l, n);
       result.codec_by_layer.push_back(spec.early_v ? CodecText(own) : names_[choice[l]]);
     }
     result.bits = Bits(choice);
@@ -118,8 +118,7 @@ class Tuner {
       specs_.push_back(*ParseCodec(name));
       std::vector<double>& bits = bits_.emplace_back();
       for (size_t l = 0; l < geometry.size(); ++l) {
-        const CodecSpec codec =
-            CodecFor(specs_.back(), {}, static_cast<int32_t>(l), 0, static_cast<int32_t>(geometry.size()));
+        const CodecSpec codec = CodecOfLayer(specs_.back(), l, geometry.size());
         bits.push_back(*CodecBitsPerElement(codec, geometry[l].head_dim_k, geometry[l].head_dim_v));
       }
     }
