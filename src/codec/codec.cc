@@ -200,7 +200,7 @@ CodecPreset Preset(const char* name, const char* idea, const SideSpec& k, const 
 
 std::vector<CodecPreset> MakePresets() {
   const auto value = [](Type type, uint16_t group) {
-    // Skewed levels win at 3 bits; at 4 they cost more time to code and keep answers no better (docs/codecs.md).
+    // Skewed levels win most at 3 bits; at 4 they win less for twice the time to code (docs/codecs.md).
     const Levels levels = type == Type::kInt8   ? Levels::kUniform
                           : type == Type::kInt3 ? Levels::kSkewed
                                                 : Levels::kLloydMax;
