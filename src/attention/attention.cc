@@ -351,10 +351,8 @@ Visible VisibleTokens(const CellRef& cell, const QueryRows& rows, int r) {
 }
 
 // Fetches what the kernels' own prefetching leaves out: header, scales and offsets.
-void PrefetchMetadata(const CellLayout& layout, const std::byte* cell) {
-  __builtin_prefetch(cell);
-  for (uint32_t at = layout.k.scales; at < layout.k.end; at += 64) __builtin_prefetch(cell + at);
-  for (uint32_t at = layout.v.scales; at < layout.v.end; at += 64) __builtin_prefetch(cell + at);
+void PrefetchMetadata(const SideLayout& side, const std::byte* cell) {
+  for (uint32_t at = side.scales; at < side.end; at += 64) __builtin_prefetch(cell + at);
 }
 
 }  // namespace
@@ -396,7 +394,9 @@ class AttentionAccess::Walk {
         continue;
       }
       Score(cell, block);
+      if (is_coded_ && row == 0) PrefetchMetadata(head_.coded.k, next_);
       Soften(cell, block, weights);
+      if (is_coded_ && row == 0) PrefetchMetadata(head_.coded.v, next_);
       AddValues(cell, block);
       row += block.n;
     }
@@ -448,7 +448,7 @@ class AttentionAccess::Walk {
     k_.prefetch = k_.code == kCodeF16 ? next_k : v_.codes;
     v_.prefetch = v_.code == kCodeF16 ? next_v : next_k;
     if (!is_coded_) return;
-    PrefetchMetadata(coded, next_bytes);
+    next_ = next_bytes;
     for (const auto& [plane, out] : {std::pair(&k_, scratch_.k_scale), std::pair(&v_, scratch_.v_scale)}) {
       if (plane->code == kCodeF16 || !plane->in_place()) continue;
       kernels_.expand_scales(cell.bytes + plane->side->scales, plane->side->n_groups, plane->side->rows_per_scale,
@@ -624,6 +624,7 @@ class AttentionAccess::Walk {
   // Of the cell at hand.
   bool is_coded_ = false;
   Plane k_, v_;
+  const std::byte* next_ = nullptr;
   float offset_scale_ = 0.0f;
   float largest_square_ = 0.0f;  // of K's scales
   ScoreArgs score_;

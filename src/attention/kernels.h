@@ -25,6 +25,9 @@ enum Code : size_t { kCodeF16, kCodeInt8, kCodeInt4, kCodeInt2, kCodeInt3, kCode
 //
 // int2 to int6 codes: levels are made unsigned (level + bias) and multiplied as u8 * s8 with q; `q_start` takes the
 // bias off again. int8 codes are widened and multiplied with a 16-bit q: exact to the codes' own precision.
+//
+// Vector kernels copy their arguments first: a vector store may alias all that a reference leads to, so that each field
+// would be loaded anew after it.
 struct ScoreArgs {
   const std::byte* codes = nullptr;       // f16: [dim][n_tokens]; integers: tiles as docs/format.md lays them
   const std::byte* codes_high = nullptr;  // int3, int5, int6: the plane of their high bits
@@ -64,6 +67,9 @@ struct ValueArgs {
       nullptr;           // [rows][n_groups][copies] int2 to int6: what a group's sum starts from: see sums16
   float* acc = nullptr;  // [rows][acc_stride]
   int acc_stride = 0;
+  // The end of scale group g's dims, for loops over groups: finding each tile's group by a division costs as much as a
+  // quarter of its products.
+  int GroupEnd(int g) const { return (g + 1) * group < dim_padded ? (g + 1) * group : dim_padded; }
 };
 
 // What turns one row's products into scores where that takes more than the products themselves.

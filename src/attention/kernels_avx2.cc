@@ -295,7 +295,8 @@ KVCELL_INLINE void ScoreLevelsHalfTile(const ScoreArgs& a, int t, const LevelTab
 }
 
 template <int kBits, int R, int kChunks>
-KVCELL_INLINE void ScoreLevelsTiles(const ScoreArgs& a) {
+KVCELL_INLINE void ScoreLevelsTiles(const ScoreArgs& args) {
+  const ScoreArgs a = args;
   const LevelTables<kBits> tables(a.levels);
   for (int t = 0; t < kBlockTokens; t += 16) {
     ScoreLevelsHalfTile<kBits, R, 0, kChunks>(a, t, tables);
@@ -311,10 +312,9 @@ void ScoreLevels(const ScoreArgs& a) {
 }
 
 template <int kBits, int R, int kHalf>
-KVCELL_INLINE void ValueLevelsHalfTile(const ValueArgs& a, int d, const LevelTables<kBits>& tables) {
+KVCELL_INLINE void ValueLevelsHalfTile(const ValueArgs& a, int d, int g, const LevelTables<kBits>& tables) {
   constexpr int kChunks = kBlockTokens / 8;
   const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * kChunks;
-  const int g = d / a.group;
   const int8_t* w = static_cast<const int8_t*>(a.w) + g * kWeightStride;
   __m256i acc[R];
 #pragma GCC unroll 4
@@ -330,11 +330,14 @@ KVCELL_INLINE void ValueLevelsHalfTile(const ValueArgs& a, int d, const LevelTab
 }
 
 template <int kBits, int R>
-void ValueLevels(const ValueArgs& a) {
+void ValueLevels(const ValueArgs& args) {
+  const ValueArgs a = args;
   const LevelTables<kBits> tables(a.levels);
-  for (int d = 0; d < a.dim_padded; d += 16) {
-    ValueLevelsHalfTile<kBits, R, 0>(a, d, tables);
-    ValueLevelsHalfTile<kBits, R, 1>(a, d + 8, tables);
+  for (int g = 0, d = 0; g < a.n_groups; ++g) {
+    for (; d < a.GroupEnd(g); d += 16) {
+      ValueLevelsHalfTile<kBits, R, 0>(a, d, g, tables);
+      ValueLevelsHalfTile<kBits, R, 1>(a, d + 8, g, tables);
+    }
   }
 }
 
@@ -343,7 +346,8 @@ KVCELL_INLINE __m256i SumPairs(__m256i x, __m256i y) { return _mm256_permute4x64
 
 // int8 codes are widened to 16 bits and multiplied with 16-bit q or weights: exact to the codes' own precision.
 template <int R>
-void ScoreInt8(const ScoreArgs& a) {
+void ScoreInt8(const ScoreArgs& args) {
+  const ScoreArgs a = args;
   const int n_chunks = a.dim_padded / 4;
   const int group_chunks = a.group / 4;
   const int16_t* q = static_cast<const int16_t*>(a.q);
@@ -385,37 +389,39 @@ void ScoreInt8(const ScoreArgs& a) {
 }
 
 template <int R>
-void ValueInt8(const ValueArgs& a) {
+void ValueInt8(const ValueArgs& args) {
+  const ValueArgs a = args;
   const int16_t* w = static_cast<const int16_t*>(a.w);
   const int w_stride = a.n_groups * kBlockTokens;
-  for (int d = 0; d < a.dim_padded; d += 8) {
-    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * (kBlockTokens / 4) * 64 + (d & 8) * 4;
-    const std::byte* codes = a.codes + tile;
-    const std::byte* prefetch = a.prefetch + tile;
-    const int g = d / a.group;
-    const int16_t* wg = w + g * kBlockTokens;
-    __m256i acc0[R], acc1[R];
+  for (int g = 0, d = 0; g < a.n_groups; ++g) {
+    for (; d < a.GroupEnd(g); d += 8) {
+      const ptrdiff_t tile = static_cast<ptrdiff_t>(d / 16) * (kBlockTokens / 4) * 64 + (d & 8) * 4;
+      const std::byte* codes = a.codes + tile;
+      const std::byte* prefetch = a.prefetch + tile;
+      const int16_t* wg = w + g * kBlockTokens;
+      __m256i acc0[R], acc1[R];
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) acc0[r] = acc1[r] = _mm256_setzero_si256();
-    for (int c = 0; c < kBlockTokens / 4; ++c) {
-      const __m256i x0 = _mm256_cvtepi8_epi16(Load128(codes + c * 64));
-      const __m256i x1 = _mm256_cvtepi8_epi16(Load128(codes + c * 64 + 16));
-      Prefetch(prefetch + c * 64);
+      for (int r = 0; r < R; ++r) acc0[r] = acc1[r] = _mm256_setzero_si256();
+      for (int c = 0; c < kBlockTokens / 4; ++c) {
+        const __m256i x0 = _mm256_cvtepi8_epi16(Load128(codes + c * 64));
+        const __m256i x1 = _mm256_cvtepi8_epi16(Load128(codes + c * 64 + 16));
+        Prefetch(prefetch + c * 64);
+#pragma GCC unroll 4
+        for (int r = 0; r < R; ++r) {
+          const __m256i wc = Broadcast8(wg + r * w_stride + c * 4);
+          acc0[r] = _mm256_add_epi32(acc0[r], _mm256_madd_epi16(x0, wc));
+          acc1[r] = _mm256_add_epi32(acc1[r], _mm256_madd_epi16(x1, wc));
+          Pin(&acc0[r]);
+          Pin(&acc1[r]);
+        }
+      }
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r) {
-        const __m256i wc = Broadcast8(wg + r * w_stride + c * 4);
-        acc0[r] = _mm256_add_epi32(acc0[r], _mm256_madd_epi16(x0, wc));
-        acc1[r] = _mm256_add_epi32(acc1[r], _mm256_madd_epi16(x1, wc));
-        Pin(&acc0[r]);
-        Pin(&acc1[r]);
+        float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
+        const __m256 scale = _mm256_set1_ps(a.w_scale[r * a.n_groups + g]);
+        const __m256 sum = _mm256_cvtepi32_ps(SumPairs(acc0[r], acc1[r]));
+        _mm256_storeu_ps(out, _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(out)));
       }
-    }
-#pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-      const __m256 scale = _mm256_set1_ps(a.w_scale[r * a.n_groups + g]);
-      const __m256 sum = _mm256_cvtepi32_ps(SumPairs(acc0[r], acc1[r]));
-      _mm256_storeu_ps(out, _mm256_fmadd_ps(sum, scale, _mm256_loadu_ps(out)));
     }
   }
 }

@@ -211,21 +211,22 @@ void ScoreLevels(const ScoreArgs& a) {
 template <int kBits, int R>
 void ValueLevels(const ValueArgs& a) {
   constexpr int kChunks = kBlockTokens / 8;
-  for (int d = 0; d < a.dim_padded; d += kTile) {
-    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / kTile) * kChunks;
-    const int g = d / a.group;
-    int32x4_t acc[R][4];
-    for (int r = 0; r < R; ++r) {
-      for (int i = 0; i < 4; ++i) acc[r][i] = vdupq_n_s32(a.w_start[r * a.n_groups + g]);
-    }
-    DotLevels<kBits, R>(LinesAt<kBits>({a.codes, a.codes_high}, tile), a.prefetch + tile * 16 * kBits, kChunks,
-                        a.levels, static_cast<const int8_t*>(a.w) + static_cast<ptrdiff_t>(g) * kWeightStride,
-                        static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
-    for (int r = 0; r < R; ++r) {
-      float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-      const float scale = a.w_scale[r * a.n_groups + g];
-      for (int i = 0; i < 4; ++i) {
-        vst1q_f32(out + i * kLanes, vfmaq_n_f32(vld1q_f32(out + i * kLanes), vcvtq_f32_s32(acc[r][i]), scale));
+  for (int g = 0, d = 0; g < a.n_groups; ++g) {
+    for (; d < a.GroupEnd(g); d += kTile) {
+      const ptrdiff_t tile = static_cast<ptrdiff_t>(d / kTile) * kChunks;
+      int32x4_t acc[R][4];
+      for (int r = 0; r < R; ++r) {
+        for (int i = 0; i < 4; ++i) acc[r][i] = vdupq_n_s32(a.w_start[r * a.n_groups + g]);
+      }
+      DotLevels<kBits, R>(LinesAt<kBits>({a.codes, a.codes_high}, tile), a.prefetch + tile * 16 * kBits, kChunks,
+                          a.levels, static_cast<const int8_t*>(a.w) + static_cast<ptrdiff_t>(g) * kWeightStride,
+                          static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
+      for (int r = 0; r < R; ++r) {
+        float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
+        const float scale = a.w_scale[r * a.n_groups + g];
+        for (int i = 0; i < 4; ++i) {
+          vst1q_f32(out + i * kLanes, vfmaq_n_f32(vld1q_f32(out + i * kLanes), vcvtq_f32_s32(acc[r][i]), scale));
+        }
       }
     }
   }
@@ -320,17 +321,18 @@ template <int R>
 void ValueInt8(const ValueArgs& a) {
   constexpr int kChunks = kBlockTokens / 4;
   const int16_t* w = static_cast<const int16_t*>(a.w);
-  for (int d = 0; d < a.dim_padded; d += kTile) {
-    const ptrdiff_t tile = static_cast<ptrdiff_t>(d / kTile) * kChunks * 64;
-    const int g = d / a.group;
-    int32x4_t sum[R][4];
-    DotInt8<R>(a.codes + tile, a.prefetch + tile, kChunks, w + g * kBlockTokens,
-               static_cast<ptrdiff_t>(a.n_groups) * kBlockTokens, sum);
-    for (int r = 0; r < R; ++r) {
-      float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-      const float scale = a.w_scale[r * a.n_groups + g];
-      for (int i = 0; i < 4; ++i) {
-        vst1q_f32(out + i * kLanes, vfmaq_n_f32(vld1q_f32(out + i * kLanes), vcvtq_f32_s32(sum[r][i]), scale));
+  for (int g = 0, d = 0; g < a.n_groups; ++g) {
+    for (; d < a.GroupEnd(g); d += kTile) {
+      const ptrdiff_t tile = static_cast<ptrdiff_t>(d / kTile) * kChunks * 64;
+      int32x4_t sum[R][4];
+      DotInt8<R>(a.codes + tile, a.prefetch + tile, kChunks, w + g * kBlockTokens,
+                 static_cast<ptrdiff_t>(a.n_groups) * kBlockTokens, sum);
+      for (int r = 0; r < R; ++r) {
+        float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
+        const float scale = a.w_scale[r * a.n_groups + g];
+        for (int i = 0; i < 4; ++i) {
+          vst1q_f32(out + i * kLanes, vfmaq_n_f32(vld1q_f32(out + i * kLanes), vcvtq_f32_s32(sum[r][i]), scale));
+        }
       }
     }
   }
