@@ -10,6 +10,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <optional>
 #include <utility>
 
 #include "attention/dispatch.h"
@@ -209,14 +210,12 @@ struct Scratch {
   float bias[kMaxRows];
 };
 
-// One side of one cell as the kernels see it.
-struct Plane {
+// One side of cells of a kind.
+struct Side {
   Code code = kCodeF16;
-  const std::byte* codes = nullptr;
-  const std::byte* prefetch = nullptr;
-  const SideLayout* side = nullptr;  // null for an exact cell
+  const SideLayout* layout = nullptr;  // null for exact cells
 
-  bool in_place() const { return side == nullptr || side->in_place; }
+  bool in_place() const { return layout == nullptr || layout->in_place; }
 };
 
 }  // namespace
@@ -350,8 +349,9 @@ Visible VisibleTokens(const CellRef& cell, const QueryRows& rows, int r) {
   return {clamp(rows.begin[r]), clamp(rows.end[r])};
 }
 
-// Fetches what the kernels' own prefetching leaves out: header, scales and offsets.
+// Fetches what the kernels' own prefetching leaves out: scales, offsets, and the header, where the offsets' scale lies.
 void PrefetchMetadata(const SideLayout& side, const std::byte* cell) {
+  if (side.channel_offset != 0) __builtin_prefetch(cell);
   for (uint32_t at = side.scales; at < side.end; at += 64) __builtin_prefetch(cell + at);
 }
 
@@ -375,8 +375,8 @@ class AttentionAccess::Walk {
         cell.position + cell.first >= queries_.last_end_) {
       return;
     }
-    SetPlanes(cell, next);
-    SetArguments(cell);
+    if (kind_ != cell.kind) SetKind(cell.kind);
+    SetCell(cell, next);
     const bool seen_by_all =
         queries_.last_begin_ <= cell.position + cell.first && queries_.first_end_ >= cell.position + cell.last;
     for (int row = 0; row < rows_.n_rows;) {
@@ -394,15 +394,17 @@ class AttentionAccess::Walk {
         continue;
       }
       Score(cell, block);
-      if (is_coded_ && row == 0) PrefetchMetadata(head_.coded.k, next_);
+      if (is_coded() && row == 0) PrefetchMetadata(head_.coded.k, next_);
       Soften(cell, block, weights);
-      if (is_coded_ && row == 0) PrefetchMetadata(head_.coded.v, next_);
+      if (is_coded() && row == 0) PrefetchMetadata(head_.coded.v, next_);
       AddValues(cell, block);
       row += block.n;
     }
   }
 
  private:
+  bool is_coded() const { return kind_ == CellRef::Kind::kCoded; }
+
   struct Block {
     int first = 0, n = 0;      // rows
     int begin = 0, end = 0;    // tokens that any of them sees
@@ -422,57 +424,81 @@ class AttentionAccess::Walk {
     }
   }
 
-  void SetPlanes(const CellRef& cell, const CellRef& next) {
+  // What the kernels are told of all cells of a kind.
+  void SetKind(CellRef::Kind kind) {
+    kind_ = kind;
     const CellLayout& coded = head_.coded;
-    is_coded_ = cell.kind == CellRef::Kind::kCoded;
-    if (is_coded_) {
+    k_ = v_ = Side{};
+    if (is_coded()) {
       if (!queries_.has_coded_) queries_.PrepareCoded();
-      if (!has_levels_) {
-        k_levels_ = MakeLevels(coded.k.spec);
-        v_levels_ = MakeLevels(coded.v.spec);
-        has_levels_ = true;
-      }
-      k_ = {CodeOf(coded.k), cell.bytes + coded.k.codes, nullptr, &coded.k};
-      v_ = {CodeOf(coded.v), cell.bytes + coded.v.codes, nullptr, &coded.v};
-    } else {
-      k_ = {kCodeF16, cell.bytes, nullptr, nullptr};
-      v_ = {kCodeF16, cell.bytes + cell.exact->v, nullptr, nullptr};
+      k_levels_ = MakeLevels(coded.k.spec);
+      v_levels_ = MakeLevels(coded.v.spec);
+      k_ = {CodeOf(coded.k), &coded.k};
+      v_ = {CodeOf(coded.v), &coded.v};
     }
+    score_ = ScoreArgs{};
+    score_.dim = head_.dk;
+    score_.dim_padded = queries_.stride_;
+    score_.n_tokens = kBlockTokens;
+    score_.q_stride = queries_.stride_;
+    score_.bias = scratch_.bias;
+    score_.scores = scratch_.scores;
+    std::fill_n(scratch_.bias, kMaxRows, 0.0f);
+    if (k_.code != kCodeF16 && k_.in_place()) {
+      if (IsLevels(k_.code)) score_.q_stride = queries_.stride_ * kernels_.copies;
+      score_.group = k_.layout->n_groups == 1 ? kMaxHeadDim : k_.layout->spec.group;
+      score_.n_groups = k_.layout->n_groups;
+      score_.k_scale = scratch_.k_scale;
+      score_.levels = k_levels_.biased.data();
+      score_.scale_stride = queries_.scale_stride_;
+    }
+    value_ = ValueArgs{};
+    value_.dim_padded = state_.stride_;
+    value_.acc_stride = state_.stride_;
+    value_.w = scratch_.scores;
+    if (v_.code != kCodeF16 && v_.in_place()) {
+      value_.group = v_.layout->n_groups == 1 ? kMaxHeadDim : v_.layout->spec.group;
+      value_.n_groups = v_.layout->n_groups;
+      value_.levels = v_levels_.biased.data();
+      value_.w = IsLevels(v_.code) ? static_cast<const void*>(scratch_.w8) : scratch_.w16;
+      value_.w_scale = scratch_.w_scale;
+      value_.w_start = scratch_.w_start;
+    }
+    values_ = is_coded() && coded.v.rotated() ? state_.Rotated()->data() : state_.Plain()->data();
+  }
+
+  // What they are told of one cell, whichever the rows.
+  void SetCell(const CellRef& cell, const CellRef& next) {
+    const CellLayout& coded = head_.coded;
+    const size_t k_at = is_coded() ? coded.k.codes : 0, v_at = is_coded() ? coded.v.codes : cell.exact->v;
+    score_.codes = cell.bytes + k_at;
+    value_.codes = cell.bytes + v_at;
     // Integer codes: V is fetched while K is computed and the next cell's K while V is, so that at most a cell and a
     // half is on its way through L1. f16: memory is the limit, so a whole cell ahead. Where no cell of the same kind
     // follows, this one again (a hit).
-    const bool same_layout = next.kind == cell.kind && (is_coded_ || next.exact->bytes == cell.exact->bytes);
-    const std::byte* next_bytes = same_layout ? next.bytes : cell.bytes;
-    const std::byte* next_k = next_bytes + (k_.codes - cell.bytes);
-    const std::byte* next_v = next_bytes + (v_.codes - cell.bytes);
-    k_.prefetch = k_.code == kCodeF16 ? next_k : v_.codes;
-    v_.prefetch = v_.code == kCodeF16 ? next_v : next_k;
-    if (!is_coded_) return;
-    next_ = next_bytes;
-    for (const auto& [plane, out] : {std::pair(&k_, scratch_.k_scale), std::pair(&v_, scratch_.v_scale)}) {
-      if (plane->code == kCodeF16 || !plane->in_place()) continue;
-      kernels_.expand_scales(cell.bytes + plane->side->scales, plane->side->n_groups, plane->side->rows_per_scale,
-                             cell.first, cell.last, out);
+    const bool same_layout = next.kind == cell.kind && (is_coded() || next.exact->bytes == cell.exact->bytes);
+    next_ = same_layout ? next.bytes : cell.bytes;
+    score_.prefetch = k_.code == kCodeF16 ? next_ + k_at : value_.codes;
+    value_.prefetch = next_ + (v_.code == kCodeF16 ? v_at : k_at);
+    if (!is_coded()) {
+      score_.n_tokens = cell.exact->n_tokens;
+      return;
     }
-    if (!IsLevels(k_.code) || !k_.in_place()) return;
-    const float largest = LargestScale(cell);
+    score_.codes_high = cell.bytes + coded.k.codes_high;
+    value_.codes_high = cell.bytes + coded.v.codes_high;
+    if (coded.k.spec.channel_offset) {
+      std::memcpy(&offset_scale_, cell.bytes + offsetof(CellHeader, k_offset_scale), sizeof(offset_scale_));
+    }
+    const float largest = ExpandScales(cell, k_, scratch_.k_scale);
     largest_square_ = largest * largest;
+    ExpandScales(cell, v_, scratch_.v_scale);
   }
 
-  // Of K's scales. Those of tokens that the cell does not hold may be anything; mostly it holds all, and then the
-  // scales as they lie tell it fastest: magnitudes of f16 values compare as their bits do.
-  float LargestScale(const CellRef& cell) const {
-    const SideLayout& side = *k_.side;
-    if (cell.first > 0 || cell.last < kBlockTokens) {
-      return LargestMagnitude(scratch_.k_scale, side.n_groups * kBlockTokens);
-    }
-    // Signed, for which SSE2 has a maximum.
-    const auto* const scales = reinterpret_cast<const int16_t*>(cell.bytes + side.scales);
-    int16_t largest = 0;
-    for (int i = 0; i < side.n_groups * kBlockTokens / side.rows_per_scale; ++i) {
-      largest = std::max(largest, static_cast<int16_t>(scales[i] & 0x7fff));
-    }
-    return F16ToF32(static_cast<uint16_t>(largest));
+  // Returns the largest magnitude.
+  float ExpandScales(const CellRef& cell, const Side& side, float* out) {
+    if (side.code == kCodeF16 || !side.in_place()) return 0.0f;
+    return kernels_.expand_scales(cell.bytes + side.layout->scales, side.layout->n_groups, side.layout->rows_per_scale,
+                                  cell.first, cell.last, out);
   }
 
   // What the kernels take for the noise of codes in a block of rows, [n][scale_stride]: as prepared, or less where the
@@ -488,48 +514,6 @@ class AttentionAccess::Walk {
       for (size_t i = r * stride; i < (r + 1) * stride; ++i) scratch_.q_noise[i] = noise[i] * factor;
     }
     return scratch_.q_noise;
-  }
-
-  // What the kernels are told of a cell, whichever the rows.
-  void SetArguments(const CellRef& cell) {
-    score_ = ScoreArgs{};
-    score_.codes = k_.codes;
-    score_.codes_high = is_coded_ ? cell.bytes + head_.coded.k.codes_high : nullptr;
-    score_.prefetch = k_.prefetch;
-    score_.dim = head_.dk;
-    score_.dim_padded = queries_.stride_;
-    score_.n_tokens = is_coded_ ? kBlockTokens : cell.exact->n_tokens;
-    score_.q_stride = queries_.stride_;
-    score_.bias = scratch_.bias;
-    score_.scores = scratch_.scores;
-    std::fill_n(scratch_.bias, kMaxRows, 0.0f);
-    if (k_.code != kCodeF16 && k_.in_place()) {
-      if (IsLevels(k_.code)) score_.q_stride = queries_.stride_ * kernels_.copies;
-      score_.group = k_.side->n_groups == 1 ? kMaxHeadDim : k_.side->spec.group;
-      score_.n_groups = k_.side->n_groups;
-      score_.k_scale = scratch_.k_scale;
-      score_.levels = k_levels_.biased.data();
-      score_.scale_stride = queries_.scale_stride_;
-      if (k_.side->spec.channel_offset) {
-        std::memcpy(&offset_scale_, cell.bytes + offsetof(CellHeader, k_offset_scale), sizeof(offset_scale_));
-      }
-    }
-    value_ = ValueArgs{};
-    value_.codes = v_.codes;
-    value_.codes_high = is_coded_ ? cell.bytes + head_.coded.v.codes_high : nullptr;
-    value_.prefetch = v_.prefetch;
-    value_.dim_padded = state_.stride_;
-    value_.acc_stride = state_.stride_;
-    value_.w = scratch_.scores;
-    if (v_.code != kCodeF16 && v_.in_place()) {
-      value_.group = v_.side->n_groups == 1 ? kMaxHeadDim : v_.side->spec.group;
-      value_.n_groups = v_.side->n_groups;
-      value_.levels = v_levels_.biased.data();
-      value_.w = IsLevels(v_.code) ? static_cast<const void*>(scratch_.w8) : scratch_.w16;
-      value_.w_scale = scratch_.w_scale;
-      value_.w_start = scratch_.w_start;
-    }
-    values_ = is_coded_ && head_.coded.v.rotated() ? state_.Rotated()->data() : state_.Plain()->data();
   }
 
   // scratch_.scores = q . k of a block of rows.
@@ -553,8 +537,8 @@ class AttentionAccess::Walk {
       score_.q_scale = queries_.scale_.data() + scale_at;
       score_.q_start = queries_.start_.data() + scale_at;
       if (IsLevels(k_.code)) score_.q_noise = NoiseOfBlock(block, scale_at);
-      if (k_.side->spec.channel_offset) {
-        kernels_.offset_bias[at](cell.bytes + k_.side->channel_offset, offset_scale_, k_.side->dim_padded,
+      if (k_.layout->spec.channel_offset) {
+        kernels_.offset_bias[at](cell.bytes + k_.layout->channel_offset, offset_scale_, k_.layout->dim_padded,
                                  queries_.coded_.data() + q_at, queries_.stride_, scratch_.bias);
       }
     }
@@ -618,13 +602,14 @@ class AttentionAccess::Walk {
   const QueryRows& rows_;
   Partial& state_;
   const bool plain_scores_;
-  bool has_levels_ = false;
+
+  // Of cells of the kind at hand.
+  std::optional<CellRef::Kind> kind_;
+  Side k_, v_;
   Levels k_levels_, v_levels_;
 
   // Of the cell at hand.
-  bool is_coded_ = false;
-  Plane k_, v_;
-  const std::byte* next_ = nullptr;
+  const std::byte* next_ = nullptr;  // the cell to fetch
   float offset_scale_ = 0.0f;
   float largest_square_ = 0.0f;  // of K's scales
   ScoreArgs score_;

@@ -103,8 +103,8 @@ struct KernelSet {
   // wrap). A start is then the pair -bias * (sum of the half's q or w), modulo 2^16, in place of the 32-bit sum of
   // both.
   bool sums16;
-  // f16 [n_groups][64 / rows_per_scale] to [n_groups][64], zero outside [begin, end).
-  void (*expand_scales)(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out);
+  // f16 [n_groups][64 / rows_per_scale] to [n_groups][64], zero outside [begin, end). Returns the largest magnitude.
+  float (*expand_scales)(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out);
   void (*adjust)(const AdjustArgs&);
   // x[0, n) *= factor, n a multiple of 16.
   void (*scale)(float* x, int n, float factor);

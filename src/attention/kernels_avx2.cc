@@ -103,8 +103,13 @@ KVCELL_INLINE __m256 LaneMask(int first, int begin, int end) {
                                               _mm256_cmpgt_epi32(_mm256_set1_epi32(end), t)));
 }
 
-void ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out) {
+KVCELL_INLINE __m256 LoadMagnitudes(const float* x) {
+  return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(x));
+}
+
+float ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out) {
   const int n = kBlockTokens / rows_per_scale;
+  __m256 largest = _mm256_setzero_ps();
   for (int g = 0; g < n_groups; ++g) {
     const std::byte* in = scales + static_cast<ptrdiff_t>(g) * n * 2;
     float* row = out + g * kBlockTokens;
@@ -119,7 +124,9 @@ void ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int
     }
     for (int t = 0; t < begin; ++t) row[t] = 0.0f;
     for (int t = end; t < kBlockTokens; ++t) row[t] = 0.0f;
+    for (int t = 0; t < kBlockTokens; t += 8) largest = _mm256_max_ps(LoadMagnitudes(row + t), largest);
   }
+  return _mm_cvtss_f32(Reduce<1>(&largest, MaxOp()));
 }
 
 KVCELL_INLINE __m256 LoadInt8(const std::byte* p) {
@@ -565,12 +572,8 @@ KVCELL_INLINE void StoreWeightScales(__m128 inverse, __m128 most, int n_groups, 
   for (int r = 0; r < R; ++r) w_scale[r * n_groups] = scales[r];
 }
 
-// Weights are not negative, so the magnitude of a product is the product with the scale's magnitude.
-KVCELL_INLINE __m256 LoadMagnitudes(const float* scale) {
-  return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), _mm256_loadu_ps(scale));
-}
-
-// For each row the largest magnitude of the products p * v_scale of one group.
+// For each row the largest magnitude of the products p * v_scale of one group: p is not negative, so it is p times the
+// scale's magnitude.
 template <int R>
 KVCELL_INLINE __m128 LargestWeights(const float* p, const float* v_scale) {
   __m256 largest[R];

@@ -48,8 +48,9 @@ KVCELL_INLINE float32x4_t Tanh(float32x4_t x) {
   return vbslq_f32(vdupq_n_u32(0x80000000u), x, t);
 }
 
-void ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out) {
+float ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out) {
   const int n = kBlockTokens / rows_per_scale;
+  float32x4_t largest = vdupq_n_f32(0.0f);
   for (int g = 0; g < n_groups; ++g) {
     const std::byte* in = scales + static_cast<ptrdiff_t>(g) * n * 2;
     float* row = out + g * kBlockTokens;
@@ -67,7 +68,9 @@ void ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int
     }
     for (int t = 0; t < begin; ++t) row[t] = 0.0f;
     for (int t = end; t < kBlockTokens; ++t) row[t] = 0.0f;
+    for (int t = 0; t < kBlockTokens; t += kLanes) largest = vmaxnmq_f32(largest, vabsq_f32(vld1q_f32(row + t)));
   }
+  return vmaxnmvq_f32(largest);
 }
 
 template <int R>

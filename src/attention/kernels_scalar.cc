@@ -34,14 +34,18 @@ float Tanh(float x) {
   return std::copysign((1.0f - e) / (1.0f + e), x);
 }
 
-void ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out) {
+float ExpandScales(const std::byte* scales, int n_groups, int rows_per_scale, int begin, int end, float* out) {
   const int n = kBlockTokens / rows_per_scale;
+  float largest = 0.0f;
   for (int g = 0; g < n_groups; ++g) {
     for (int t = 0; t < kBlockTokens; ++t) {
       const bool holds = t >= begin && t < end;
-      out[g * kBlockTokens + t] = holds ? LoadHalf(scales + (g * n + t / rows_per_scale) * 2) : 0.0f;
+      const float scale = holds ? LoadHalf(scales + (g * n + t / rows_per_scale) * 2) : 0.0f;
+      out[g * kBlockTokens + t] = scale;
+      largest = std::max(largest, std::fabs(scale));
     }
   }
+  return largest;
 }
 
 template <int R>
