@@ -379,6 +379,7 @@ class AttentionAccess::Walk {
     SetCell(cell, next);
     const bool seen_by_all =
         queries_.last_begin_ <= cell.position + cell.first && queries_.first_end_ >= cell.position + cell.last;
+    bool fetch = is_coded();
     for (int row = 0; row < rows_.n_rows;) {
       Block block{.first = row};
       if (seen_by_all) {
@@ -394,9 +395,10 @@ class AttentionAccess::Walk {
         continue;
       }
       Score(cell, block);
-      if (is_coded() && row == 0) PrefetchMetadata(head_.coded.k, next_);
+      if (fetch) PrefetchMetadata(head_.coded.k, next_);
       Soften(cell, block, weights);
-      if (is_coded() && row == 0) PrefetchMetadata(head_.coded.v, next_);
+      if (fetch) PrefetchMetadata(head_.coded.v, next_);
+      fetch = false;
       AddValues(cell, block);
       row += block.n;
     }
@@ -431,8 +433,11 @@ class AttentionAccess::Walk {
     k_ = v_ = Side{};
     if (is_coded()) {
       if (!queries_.has_coded_) queries_.PrepareCoded();
-      k_levels_ = MakeLevels(coded.k.spec);
-      v_levels_ = MakeLevels(coded.v.spec);
+      if (!has_levels_) {
+        k_levels_ = MakeLevels(coded.k.spec);
+        v_levels_ = MakeLevels(coded.v.spec);
+        has_levels_ = true;
+      }
       k_ = {CodeOf(coded.k), &coded.k};
       v_ = {CodeOf(coded.v), &coded.v};
     }
@@ -602,11 +607,12 @@ class AttentionAccess::Walk {
   const QueryRows& rows_;
   Partial& state_;
   const bool plain_scores_;
+  bool has_levels_ = false;
+  Levels k_levels_, v_levels_;
 
   // Of cells of the kind at hand.
   std::optional<CellRef::Kind> kind_;
   Side k_, v_;
-  Levels k_levels_, v_levels_;
 
   // Of the cell at hand.
   const std::byte* next_ = nullptr;  // the cell to fetch
