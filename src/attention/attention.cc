@@ -216,6 +216,8 @@ struct Side {
   const SideLayout* layout = nullptr;  // null for exact cells
 
   bool in_place() const { return layout == nullptr || layout->in_place; }
+  // Codes that kernels multiply as integers, with scales.
+  bool is_integer() const { return code != kCodeF16 && in_place(); }
 };
 
 }  // namespace
@@ -449,7 +451,7 @@ class AttentionAccess::Walk {
     score_.bias = scratch_.bias;
     score_.scores = scratch_.scores;
     std::fill_n(scratch_.bias, kMaxRows, 0.0f);
-    if (k_.code != kCodeF16 && k_.in_place()) {
+    if (k_.is_integer()) {
       if (IsLevels(k_.code)) score_.q_stride = queries_.stride_ * kernels_.copies;
       score_.group = k_.layout->n_groups == 1 ? kMaxHeadDim : k_.layout->spec.group;
       score_.n_groups = k_.layout->n_groups;
@@ -461,7 +463,7 @@ class AttentionAccess::Walk {
     value_.dim_padded = state_.stride_;
     value_.acc_stride = state_.stride_;
     value_.w = scratch_.scores;
-    if (v_.code != kCodeF16 && v_.in_place()) {
+    if (v_.is_integer()) {
       value_.group = v_.layout->n_groups == 1 ? kMaxHeadDim : v_.layout->spec.group;
       value_.n_groups = v_.layout->n_groups;
       value_.levels = v_levels_.biased.data();
@@ -501,7 +503,7 @@ class AttentionAccess::Walk {
 
   // Returns the largest magnitude.
   float ExpandScales(const CellRef& cell, const Side& side, float* out) {
-    if (side.code == kCodeF16 || !side.in_place()) return 0.0f;
+    if (!side.is_integer()) return 0.0f;
     return kernels_.expand_scales(cell.bytes + side.layout->scales, side.layout->n_groups, side.layout->rows_per_scale,
                                   cell.first, cell.last, out);
   }

@@ -26,8 +26,8 @@ enum Code : size_t { kCodeF16, kCodeInt8, kCodeInt4, kCodeInt2, kCodeInt3, kCode
 // int2 to int6 codes: levels are made unsigned (level + bias) and multiplied as u8 * s8 with q; `q_start` takes the
 // bias off again. int8 codes are widened and multiplied with a 16-bit q: exact to the codes' own precision.
 //
-// Vector kernels copy their arguments first: a vector store may alias all that a reference leads to, so that each field
-// would be loaded anew after it.
+// Kernels for x86 copy their arguments first: vector stores there may alias all that a reference leads to, so that each
+// field would be loaded anew after one.
 struct ScoreArgs {
   const std::byte* codes = nullptr;       // f16: [dim][n_tokens]; integers: tiles as docs/format.md lays them
   const std::byte* codes_high = nullptr;  // int3, int5, int6: the plane of their high bits

@@ -211,6 +211,18 @@ void ScoreLevels(const ScoreArgs& a) {
   }
 }
 
+// Adds the weighted sums of a tile's dims, the first being d, of scale group g.
+template <int R>
+KVCELL_INLINE void AddTile(const ValueArgs& a, int d, int g, const int32x4_t sums[R][4]) {
+  for (int r = 0; r < R; ++r) {
+    float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
+    const float scale = a.w_scale[r * a.n_groups + g];
+    for (int i = 0; i < 4; ++i) {
+      vst1q_f32(out + i * kLanes, vfmaq_n_f32(vld1q_f32(out + i * kLanes), vcvtq_f32_s32(sums[r][i]), scale));
+    }
+  }
+}
+
 template <int kBits, int R>
 void ValueLevels(const ValueArgs& a) {
   constexpr int kChunks = kBlockTokens / 8;
@@ -224,13 +236,7 @@ void ValueLevels(const ValueArgs& a) {
       DotLevels<kBits, R>(LinesAt<kBits>({a.codes, a.codes_high}, tile), a.prefetch + tile * 16 * kBits, kChunks,
                           a.levels, static_cast<const int8_t*>(a.w) + static_cast<ptrdiff_t>(g) * kWeightStride,
                           static_cast<ptrdiff_t>(a.n_groups) * kWeightStride, acc);
-      for (int r = 0; r < R; ++r) {
-        float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-        const float scale = a.w_scale[r * a.n_groups + g];
-        for (int i = 0; i < 4; ++i) {
-          vst1q_f32(out + i * kLanes, vfmaq_n_f32(vld1q_f32(out + i * kLanes), vcvtq_f32_s32(acc[r][i]), scale));
-        }
-      }
+      AddTile<R>(a, d, g, acc);
     }
   }
 }
@@ -330,13 +336,7 @@ void ValueInt8(const ValueArgs& a) {
       int32x4_t sum[R][4];
       DotInt8<R>(a.codes + tile, a.prefetch + tile, kChunks, w + g * kBlockTokens,
                  static_cast<ptrdiff_t>(a.n_groups) * kBlockTokens, sum);
-      for (int r = 0; r < R; ++r) {
-        float* out = a.acc + static_cast<ptrdiff_t>(r) * a.acc_stride + d;
-        const float scale = a.w_scale[r * a.n_groups + g];
-        for (int i = 0; i < 4; ++i) {
-          vst1q_f32(out + i * kLanes, vfmaq_n_f32(vld1q_f32(out + i * kLanes), vcvtq_f32_s32(sum[r][i]), scale));
-        }
-      }
+      AddTile<R>(a, d, g, sum);
     }
   }
 }
