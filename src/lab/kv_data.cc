@@ -24,6 +24,10 @@ namespace {
 using Json = nlohmann::ordered_json;
 namespace fs = std::filesystem;
 
+constexpr const char* kKeysAre =
+    "after RoPE, in the model's own basis; times the layer's key_factors where it has them, "
+    "by which queries are divided";
+
 // A cache that writes down what each layer's attention was given, and lets another do the work.
 class CapturingCache final : public ForwardingCache {
  public:
@@ -166,6 +170,7 @@ Result<KvData> CaptureKv(const CaptureOptions& options) {
   data.geometry = (*model)->facts().geometry;
   data.n_tokens = n;
   data.source = fmt::format("{}, {} tokens of a text", (*model)->facts().name, n);
+  data.key_factors = (*model)->facts().key_factors;
   data.layers.resize(data.geometry.size());
   for (size_t l = 0; l < data.layers.size(); ++l) {
     const LayerGeometry& g = data.geometry[l];
@@ -249,15 +254,15 @@ Status ExportKv(const KvData& data, const std::string& directory) {
     files.push_back(QueryFile(l));
     Json layer = LayerJson(g);
     layer["files"] = files;
+    if (!data.key_factors.empty()) layer["key_factors"] = data.key_factors[l];
     layers.push_back(layer);
   }
   std::vector<int64_t> positions(static_cast<size_t>(data.n_tokens));
   for (size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<int64_t>(i);
   KVCELL_RETURN_IF_ERROR(WriteNpy((base / "positions.npy").string(), {data.n_tokens}, positions));
-  const Json manifest{{"format", "kvcell-kv"},     {"version", 1},
-                      {"source", data.source},     {"tokens", data.n_tokens},
-                      {"queries", data.n_queries}, {"keys", "after RoPE, in the model's own basis"},
-                      {"layers", layers}};
+  const Json manifest{
+      {"format", "kvcell-kv"},     {"version", 1},     {"source", data.source}, {"tokens", data.n_tokens},
+      {"queries", data.n_queries}, {"keys", kKeysAre}, {"layers", layers}};
   const fs::path temporary = base / "manifest.json.tmp";
   std::ofstream file(temporary, std::ios::trunc);
   file << manifest.dump(1) << "\n";

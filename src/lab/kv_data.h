@@ -24,6 +24,7 @@ struct KvData {
   int64_t n_tokens = 0;
   int64_t n_queries = 0;
   std::vector<LayerValues> layers = {};
+  std::vector<std::vector<float>> key_factors = {};  // as in ModelFacts; k and q have them
 };
 
 struct CaptureOptions {

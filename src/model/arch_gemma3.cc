@@ -27,15 +27,12 @@ class Gemma3 final : public Architecture {
     output_norm_ = w->Vector("output_norm.weight", h.n_embd);
     output_ = TakeOutput(w, h, embedding_);
     for (int i = 0; i < h.n_layers; ++i) {
-      Layer layer{.attention_norm = w->Vector(LayerName(i, "attn_norm.weight"), h.n_embd),
-                  .attention = TakeAttention(w, h, i, Biases::kNone),
-                  .attention_post_norm = w->Vector(LayerName(i, "post_attention_norm.weight"), h.n_embd),
-                  .feed_forward_norm = w->Vector(LayerName(i, "ffn_norm.weight"), h.n_embd),
-                  .feed_forward = TakeFeedForward(w, h, i, Biases::kNone),
-                  .feed_forward_post_norm = w->Vector(LayerName(i, "post_ffw_norm.weight"), h.n_embd)};
-      layer.attention.q_norm = w->Vector(LayerName(i, "attn_q_norm.weight"), h.head_dim);
-      layer.attention.k_norm = w->Vector(LayerName(i, "attn_k_norm.weight"), h.head_dim);
-      layers_.push_back(layer);
+      layers_.push_back({.attention_norm = w->Vector(LayerName(i, "attn_norm.weight"), h.n_embd),
+                         .attention = TakeNormedAttention(w, h, i, Biases::kNone),
+                         .attention_post_norm = w->Vector(LayerName(i, "post_attention_norm.weight"), h.n_embd),
+                         .feed_forward_norm = w->Vector(LayerName(i, "ffn_norm.weight"), h.n_embd),
+                         .feed_forward = TakeFeedForward(w, h, i, Biases::kNone),
+                         .feed_forward_post_norm = w->Vector(LayerName(i, "post_ffw_norm.weight"), h.n_embd)});
     }
   }
 

@@ -4,6 +4,7 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <vector>
 
 namespace kvcell {
 namespace {
@@ -43,6 +44,18 @@ AttentionWeights TakeAttention(Weights* weights, const Hparams& h, int layer, Bi
   w.k = TakeProjection(weights, layer, "attn_k", h.n_embd, kv_dim, biases);
   w.v = TakeProjection(weights, layer, "attn_v", h.n_embd, kv_dim, biases);
   w.out = TakeProjection(weights, layer, "attn_output", q_dim, h.n_embd, biases);
+  return w;
+}
+
+AttentionWeights TakeNormedAttention(Weights* weights, const Hparams& h, int layer, Biases biases) {
+  AttentionWeights w = TakeAttention(weights, h, layer, biases);
+  w.q_norm = weights->Vector(LayerName(layer, "attn_q_norm.weight"), h.head_dim);
+  w.k_norm = weights->Vector(LayerName(layer, "attn_k_norm.weight"), h.head_dim);
+  if (h.key_factors.empty()) return w;  // a norm that `weights` does not take
+  std::vector<float> factors = h.key_factors[static_cast<size_t>(layer)];
+  weights->Multiply(w.k_norm, factors);
+  for (float& factor : factors) factor = 1.0f / factor;
+  weights->Multiply(w.q_norm, factors);
   return w;
 }
 

@@ -26,7 +26,7 @@ struct Projection {
 };
 struct AttentionWeights {
   Projection q, k, v, out;
-  ggml_tensor* q_norm = nullptr;  // [head_dim]
+  ggml_tensor* q_norm = nullptr;  // [head_dim]; null where a model has none
   ggml_tensor* k_norm = nullptr;
 };
 struct FeedForwardWeights {
@@ -37,6 +37,8 @@ enum class Biases { kNone, kOptional };
 // Tensors of layer `layer` under their GGUF names (blk.N.attn_q.weight ...).
 std::string LayerName(int layer, std::string_view tensor);
 AttentionWeights TakeAttention(Weights* weights, const Hparams& h, int layer, Biases biases);
+// The same with norms of the heads of Q and K, into which h.key_factors go.
+AttentionWeights TakeNormedAttention(Weights* weights, const Hparams& h, int layer, Biases biases);
 FeedForwardWeights TakeFeedForward(Weights* weights, const Hparams& h, int layer, Biases biases);
 // output.weight, or the embedding where the file ties them.
 ggml_tensor* TakeOutput(Weights* weights, const Hparams& h, ggml_tensor* embedding);

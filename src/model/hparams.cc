@@ -4,6 +4,9 @@
 #include <fmt/format.h>
 
 #include <cmath>
+#include <cstring>
+
+#include "model/key_balance.h"
 
 namespace kvcell {
 namespace {
@@ -126,6 +129,28 @@ Status ReadRope(const GgufHeader& header, const Keys& keys, Hparams* h) {
   return OkStatus();
 }
 
+// The norm's weights of a layer's heads; empty where the file has none or, which Weights complains of, has them
+// otherwise.
+std::vector<float> HeadNorm(const GgufHeader& header, size_t layer, std::string_view name, size_t head_dim) {
+  const GgufTensor* tensor = header.FindTensor(fmt::format("blk.{}.{}", layer, name));
+  if (tensor == nullptr || tensor->type != GGML_TYPE_F32 || tensor->data.size() != head_dim * sizeof(float)) return {};
+  std::vector<float> norm(head_dim);
+  std::memcpy(norm.data(), tensor->data.data(), tensor->data.size());
+  return norm;
+}
+
+void ReadKeyFactors(const GgufHeader& header, Hparams* h) {
+  for (size_t i = 0; i < h->geometry.size(); ++i) {
+    const std::vector<float> q = HeadNorm(header, i, "attn_q_norm.weight", static_cast<size_t>(h->head_dim));
+    const std::vector<float> k = HeadNorm(header, i, "attn_k_norm.weight", static_cast<size_t>(h->head_dim));
+    if (q.empty() || k.empty()) {
+      h->key_factors.clear();
+      return;
+    }
+    h->key_factors.push_back(BalanceKeys(q, k, RopeOverHalves(*h)));
+  }
+}
+
 }  // namespace
 
 Result<Hparams> ReadCommonHparams(const GgufHeader& header, const std::string& architecture) {
@@ -135,6 +160,7 @@ Result<Hparams> ReadCommonHparams(const GgufHeader& header, const std::string& a
   KVCELL_FAIL_IF_ERROR(ReadSizes(header, keys, &h));
   KVCELL_FAIL_IF_ERROR(ReadHeads(header, keys, &h));
   KVCELL_FAIL_IF_ERROR(ReadRope(header, keys, &h));
+  ReadKeyFactors(header, &h);
   return h;
 }
 

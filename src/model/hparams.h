@@ -32,7 +32,13 @@ struct Hparams {
   RopeParameters rope_local;  // of sliding-window layers
   float final_softcap = 0;    // > 0: logits become softcap * tanh(logit / softcap)
   Geometry geometry;          // [n_layers]
+  // [n_layers][head_dim] where the heads of Q and K are normed, else empty: what k is multiplied and q divided by
+  // (key_balance.h).
+  std::vector<std::vector<float>> key_factors;
 };
+
+// Whether RoPE turns channel i together with i + head_dim / 2; else with its neighbour.
+inline bool RopeOverHalves(const Hparams& h) { return h.architecture != "llama"; }
 
 // What all architectures share. kCorruption naming the key, kUnsupported (experts, partial rotation, RoPE kinds other
 // than plain, linear and llama3). The scale of attention is 1/sqrt(head_dim) and no layer has a window; an architecture

@@ -23,6 +23,8 @@ namespace kvcell {
 namespace {
 
 constexpr int kMaxThreads = 512;  // ggml's own limit
+// In the identity of models whose key_factors are not 1: another word where BalanceKeys gives other factors.
+constexpr const char* kBalancedKeys = "balanced1";
 
 std::string Hex(const Digest128& digest) { return fmt::format("{:02x}", fmt::join(digest, "")); }
 
@@ -71,7 +73,7 @@ std::vector<RopeSpec> RopeOf(const GgufHeader& header, const Hparams& h) {
   std::vector<RopeSpec> specs;
   for (const LayerGeometry& layer : h.geometry) {
     const RopeParameters& rope = layer.window > 0 ? h.rope_local : h.rope;
-    specs.push_back({.halves = h.architecture != "llama", .base = rope.base, .scale = rope.scale, .factors = factors});
+    specs.push_back({.halves = RopeOverHalves(h), .base = rope.base, .scale = rope.scale, .factors = factors});
   }
   return specs;
 }
@@ -95,6 +97,7 @@ ModelFacts Facts(const GgufHeader& header, const Hparams& h, uint64_t file_bytes
   facts.file_bytes = file_bytes;
   facts.geometry = h.geometry;
   facts.rope = RopeOf(header, h);
+  facts.key_factors = h.key_factors;
   return facts;
 }
 
@@ -164,6 +167,7 @@ class GgufModel final : public Model {
                    {"tokenizer", TokenizerDigest(header_)},
                    {"rope", RopeText(header_, h_)},
                    {"adapters", "none"}};  // none can be loaded; who adds them names them here
+      if (!h_.key_factors.empty()) identity_.emplace_back("keys", kBalancedKeys);
     }
     return identity_;
   }

@@ -30,6 +30,9 @@ struct ModelFacts {
   uint64_t weights_bytes = 0;  // of all tensors
   Geometry geometry;           // [n_layers]
   std::vector<RopeSpec> rope;  // [n_layers]: for CacheOptions::rope
+  // [n_layers][head_dim]: what the cache's keys are multiplied and its queries divided by, so that the two of a channel
+  // are alike in size; empty where the model has no norms that allow it.
+  std::vector<std::vector<float>> key_factors;
 };
 
 struct ModelOptions {

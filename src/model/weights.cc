@@ -74,6 +74,15 @@ ggml_tensor* Weights::OptionalMatrix(std::string_view name, int64_t in, int64_t 
 ggml_tensor* Weights::Vector(std::string_view name, int64_t n) { return Take(name, true, n, 1, true); }
 ggml_tensor* Weights::OptionalVector(std::string_view name, int64_t n) { return Take(name, false, n, 1, true); }
 
+void Weights::Multiply(ggml_tensor* vector, std::span<const float> factors) {
+  if (vector == nullptr) return;
+  const auto* values = static_cast<const float*>(vector->data);
+  auto product = std::make_unique<float[]>(factors.size());
+  for (size_t i = 0; i < factors.size(); ++i) product[i] = values[i] * factors[i];
+  vector->data = product.get();
+  changed_.push_back(std::move(product));
+}
+
 ggml_tensor* Weights::Take(std::string_view name, bool required, int64_t ne0, int64_t ne1, bool vector) {
   if (!status_.ok()) return nullptr;
   const GgufTensor* tensor = header_.FindTensor(name);

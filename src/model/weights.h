@@ -11,6 +11,7 @@
 #include <string>
 #include <string_view>
 #include <unordered_set>
+#include <vector>
 
 #include "kvcell/status.h"
 #include "model/gguf_check.h"
@@ -36,9 +37,9 @@ class WeightsFile {
   struct stat info_;
 };
 
-// Hands out tensors of a checked file as ggml tensors over the mapping, without copying. The first problem is kept for
-// status(), so that an architecture can list what it needs without a check at each line; after a problem null is
-// returned.
+// Hands out tensors of a checked file as ggml tensors over the mapping, without copying but for Multiply. The first
+// problem is kept for status(), so that an architecture can list what it needs without a check at each line; after a
+// problem null is returned.
 class Weights {
  public:
   explicit Weights(const GgufHeader& header);
@@ -52,6 +53,10 @@ class Weights {
   ggml_tensor* Vector(std::string_view name, int64_t n);
   ggml_tensor* OptionalVector(std::string_view name, int64_t n);
 
+  // Multiplies a vector from here by `factors`, of its size, in a copy that lives as long as this. Does nothing to
+  // null.
+  void Multiply(ggml_tensor* vector, std::span<const float> factors);
+
   // kCorruption (missing, wrong shape) or kUnsupported (type that ggml can't multiply; a tensor that the architecture
   // did not ask for, which would silently be left out of the computation).
   Status Finish();
@@ -63,6 +68,7 @@ class Weights {
   const GgufHeader& header_;
   ggml_context* context_ = nullptr;
   std::unordered_set<std::string> taken_;
+  std::vector<std::unique_ptr<float[]>> changed_;
   Status status_;
 };
 

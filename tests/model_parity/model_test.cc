@@ -102,6 +102,21 @@ TEST_F(ModelTest, C19IdentityChangesWithWeightsTokenizerAndRope) {
   other = changed(spec);
   EXPECT_NE(other["architecture"], before.at("architecture"));
   EXPECT_NE(other["tokenizer"], before.at("tokenizer"));
+  // Keys balanced against queries are other keys than those of builds before.
+  EXPECT_EQ(before.count("keys"), 0u);
+  EXPECT_EQ(other["keys"], "balanced1");
+}
+
+TEST_F(ModelTest, KeysAreBalancedWhereTheHeadsAreNormed) {
+  EXPECT_TRUE(model_->facts().key_factors.empty());
+  TinyModelSpec spec = Spec();
+  spec.architecture = "qwen3";
+  WriteTinyModel(spec, path_);
+  const auto facts = Model::ReadFacts(path_);
+  ASSERT_TRUE(facts.has_value()) << facts.error().message();
+  ASSERT_EQ(facts->key_factors.size(), 2u);
+  ASSERT_EQ(facts->key_factors[1].size(), 64u);
+  EXPECT_NE(facts->key_factors[0], facts->key_factors[1]);
 }
 
 TEST_F(ModelTest, TokenizesAndBack) {

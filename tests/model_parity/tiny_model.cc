@@ -175,8 +175,9 @@ class Writer {
       Bias(prefix + "attn_v.bias", kv);
     }
     if (spec_.architecture == "qwen3" || spec_.architecture == "gemma3") {
-      Norm(prefix + "attn_q_norm.weight", spec_.head_dim);
-      Norm(prefix + "attn_k_norm.weight", spec_.head_dim);
+      // As unlike each other as real ones are.
+      Tensor(prefix + "attn_q_norm.weight", spec_.head_dim, 0, 1.0f, 0.5f);
+      Tensor(prefix + "attn_k_norm.weight", spec_.head_dim, 0, 1.0f, 0.5f);
     }
     if (spec_.architecture == "gemma3") {
       Norm(prefix + "post_attention_norm.weight", spec_.n_embd);
