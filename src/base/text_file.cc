@@ -6,6 +6,7 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
+#include <filesystem>
 #include <memory>
 
 namespace kvcell {
@@ -42,13 +43,18 @@ Result<std::string> ReadTextFile(const std::string& path, size_t most) {
 }
 
 Status ReplaceTextFile(const std::string& path, const std::string& text) {
-  const std::string temporary = fmt::format("{}.{}.tmp", path, ::getpid());
+  namespace fs = std::filesystem;
+  std::error_code none;
+  const bool special = fs::exists(path, none) && !fs::is_regular_file(path, none);
+  const fs::path followed = fs::canonical(path, none);
+  const std::string target = none ? path : followed.string();
+  const std::string temporary = special ? path : fmt::format("{}.{}.tmp", target, ::getpid());
   std::FILE* const file = std::fopen(temporary.c_str(), "wb");
   const bool written = file != nullptr && std::fwrite(text.data(), 1, text.size(), file) == text.size();
   const bool closed = file != nullptr && std::fclose(file) == 0;
-  if (written && closed && std::rename(temporary.c_str(), path.c_str()) == 0) return OkStatus();
+  if (written && closed && (special || std::rename(temporary.c_str(), target.c_str()) == 0)) return OkStatus();
   Status status(StatusCode::kIoError, fmt::format("{}: the file can't be written: {}", path, std::strerror(errno)));
-  (void)std::remove(temporary.c_str());
+  if (!special) (void)std::remove(temporary.c_str());
   return status;
 }
 

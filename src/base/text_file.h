@@ -15,7 +15,8 @@ inline constexpr size_t kMostSettingsBytes = size_t{1} << 20;  // of rules and o
 // `most` bytes, of which no more are read: a device may have no end.
 Result<std::string> ReadTextFile(const std::string& path, size_t most = kMostPromptBytes);
 
-// Puts `text` in the place of the file, at once: readers see the old text or the new one, whole. kIoError.
+// Puts `text` in the place of the file, at once: readers see the old text or the new one, whole. What is no regular
+// file (a device, a pipe) is written to as it is; where a link leads, the file there is replaced. kIoError.
 Status ReplaceTextFile(const std::string& path, const std::string& text);
 
 }  // namespace kvcell

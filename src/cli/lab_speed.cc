@@ -3,7 +3,6 @@
 
 #include <cmath>
 #include <filesystem>
-#include <fstream>
 #include <string>
 #include <utility>
 #include <vector>
@@ -250,10 +249,7 @@ int LabReportCommand(const Options& options) {
   std::filesystem::remove_all(experiments.directory, ignored);
   if (!found) return Failed(found.error());
   input.experiments = std::move(*found);
-  std::ofstream file(options.output, std::ios::trunc);
-  file << ReportHtml(input);
-  file.close();
-  if (!file) return Failed(Status(StatusCode::kIoError, fmt::format("can't write {}", options.output)));
+  if (const Status status = ReplaceTextFile(options.output, ReportHtml(input)); !status.ok()) return Failed(status);
   Json list = Json::array();
   for (const Experiment& e : input.experiments) {
     list.push_back({{"name", e.name}, {"pass", e.pass}, {"bound", e.bound}, {"measured", e.found}});
@@ -292,10 +288,7 @@ int TuneCommand(const Options& options) {
   progress.Clear();
   if (!result) return Failed(result.error());
   if (!options.output.empty()) {
-    std::ofstream file(options.output, std::ios::trunc);
-    file << result->rules;
-    file.close();
-    if (!file) return Failed(Status(StatusCode::kIoError, fmt::format("can't write {}", options.output)));
+    if (const Status status = ReplaceTextFile(options.output, result->rules); !status.ok()) return Failed(status);
   }
   if (options.json) {
     PrintJson({{"command", "tune"},

@@ -9,8 +9,8 @@
 #include <cerrno>
 #include <csignal>
 #include <cstring>
-#include <fstream>
 
+#include "base/text_file.h"
 #include "cli/units.h"
 
 namespace kvcell::cli {
@@ -40,12 +40,7 @@ void PrintJson(const Json& object) {
 }
 
 Status WriteJsonFile(const std::string& path, const Json& object) {
-  std::ofstream file(path, std::ios::binary | std::ios::trunc);
-  file << object.dump(1, ' ', false, Json::error_handler_t::replace) << '\n';
-  file.close();
-  if (file.fail())
-    return Status(StatusCode::kIoError, fmt::format("{}: the report can't be written: {}", path, std::strerror(errno)));
-  return OkStatus();
+  return ReplaceTextFile(path, object.dump(1, ' ', false, Json::error_handler_t::replace) + "\n");
 }
 
 void PrintError(const Status& status) { Print(stderr, "kvcell: {}\n", status.message()); }

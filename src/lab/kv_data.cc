@@ -12,6 +12,7 @@
 #include <utility>
 
 #include "base/checksum.h"
+#include "base/text_file.h"
 #include "codec/f16.h"
 #include "kvcell/cache.h"
 #include "lab/forwarding_cache.h"
@@ -263,13 +264,7 @@ Status ExportKv(const KvData& data, const std::string& directory) {
   const Json manifest{
       {"format", "kvcell-kv"},     {"version", 1},     {"source", data.source}, {"tokens", data.n_tokens},
       {"queries", data.n_queries}, {"keys", kKeysAre}, {"layers", layers}};
-  const fs::path temporary = base / "manifest.json.tmp";
-  std::ofstream file(temporary, std::ios::trunc);
-  file << manifest.dump(1) << "\n";
-  file.close();
-  fs::rename(temporary, base / "manifest.json", error);
-  if (!file || error) return Status(StatusCode::kIoError, fmt::format("can't write {}/manifest.json", directory));
-  return OkStatus();
+  return ReplaceTextFile((base / "manifest.json").string(), manifest.dump(1) + "\n");
 }
 
 Result<KvData> ImportKv(const std::string& directory) {
