@@ -70,7 +70,9 @@ part_oldcpu() {
   for cpu in Haswell Nehalem; do
     for name in attention codec cell cache; do
       # Processes that the tests start would run on the real CPU; the emulator's signals are no match for those that fork.
-      qemu-x86_64 -cpu "$cpu" "build/release/src/$name/${name}_test" --gtest_brief=1 --gtest_filter='-*Slow*:*Death*' \
+      # A7 is of subnormals, which a CPU keeps in f16 whatever the flags for f32 say and the emulator flushes.
+      qemu-x86_64 -cpu "$cpu" "build/release/src/$name/${name}_test" --gtest_brief=1 \
+        --gtest_filter='-*Slow*:*Death*:FieldCases.A7TinyValues*' \
         >"$LOGS/oldcpu-$cpu-$name.log" 2>&1 || { tail -n 30 "$LOGS/oldcpu-$cpu-$name.log" >&2; status=1; }
       found=$(grep -aoE "instruction set '[a-z0-9]+' is not available" "$LOGS/oldcpu-$cpu-$name.log" | sort | uniq -c | tr -s ' ' | paste -sd ';')
       say "  $cpu $name: $(grep -aE 'PASSED|tests ran' "$LOGS/oldcpu-$cpu-$name.log" | tail -n 1)${found:+ skipped:$found}"

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "cell/rules.h"
 #include "kvcell/cache.h"
 
 namespace kvcell {
@@ -36,8 +37,12 @@ inline CacheOptions MadeOptions(const std::string& codec = "i4", Geometry geomet
   return options;
 }
 
-inline std::unique_ptr<Cache> OpenOrDie(const CacheOptions& options) {
-  auto cache = Cache::Open(options);
+// With 256 MiB where neither options nor rules say how much: each pool of a cache reserves addresses for the whole
+// budget, and the emulator that the oldcpu part runs these tests on keeps its own memory for every page of them.
+inline std::unique_ptr<Cache> OpenOrDie(CacheOptions options) {
+  const bool said = options.ram_budget != 0 || (options.rules != nullptr && options.rules->ram_budget);
+  if (!said) options.ram_budget = uint64_t{256} << 20;
+  auto cache = Cache::Open(std::move(options));
   if (!cache) {
     ADD_FAILURE() << cache.error().message();
     std::abort();
