@@ -14,15 +14,16 @@
 #include "cli/output.h"
 #include "kvcell/codec.h"
 #include "lab/tune.h"
+#include "model/key_balance.h"
 #include "model/weights.h"
 #include "model/weights_digest.h"
 
 namespace kvcell::cli {
 namespace {
 
-// What a choice was made from, as 16 hexadecimal digits: another version's codecs are measured anew.
+// What a choice was made from, as 16 hexadecimal digits: another version's codecs and keys are measured anew.
 std::string Candidates() {
-  std::string texts;
+  std::string texts = kBalancedKeys;
   for (const std::string& codec : TuneOptions{}.codecs) {
     const auto spec = ParseCodec(codec);
     texts.append("|").append(spec ? CodecText(*spec) : codec);

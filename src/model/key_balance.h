@@ -7,6 +7,11 @@
 
 namespace kvcell {
 
+inline constexpr double kMostBalance = 16.0;  // of a factor and of its inverse
+// In the identity of models whose keys have factors, and in what is kept of measurements on keys: another word where
+// the factors become others.
+inline constexpr const char* kBalancedKeys = "balanced1";
+
 // For a layer that norms the heads of Q and K before RoPE: factors [head_dim] by which k's norm weight is to be
 // multiplied and q's divided, so that each q.k is what it was. q_norm, k_norm: the norms' weights [head_dim]; `halves`:
 // RoPE turns channel i with i + head_dim / 2, else neighbours are turned together. Channels that are turned together
@@ -20,7 +25,6 @@ namespace kvcell {
 //
 // As a whole keys stay as large as they were. All 1 where weights are zero or not finite. The same bits on every
 // machine.
-inline constexpr double kMostBalance = 16.0;  // of a factor and of its inverse
 std::vector<float> BalanceKeys(std::span<const float> q_norm, std::span<const float> k_norm, bool halves);
 
 }  // namespace kvcell

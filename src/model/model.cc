@@ -14,6 +14,7 @@
 #include "model/architecture.h"
 #include "model/gguf_check.h"
 #include "model/hparams.h"
+#include "model/key_balance.h"
 #include "model/step_graph.h"
 #include "model/tokenizer.h"
 #include "model/weights.h"
@@ -23,8 +24,6 @@ namespace kvcell {
 namespace {
 
 constexpr int kMaxThreads = 512;  // ggml's own limit
-// In the identity of models whose key_factors are not 1: another word where BalanceKeys gives other factors.
-constexpr const char* kBalancedKeys = "balanced1";
 
 std::string Hex(const Digest128& digest) { return fmt::format("{:02x}", fmt::join(digest, "")); }
 
