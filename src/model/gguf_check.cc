@@ -307,6 +307,14 @@ const GgufTensor* GgufHeader::FindTensor(std::string_view name) const {
   return it == tensor_index_.end() ? nullptr : &tensors_[it->second];
 }
 
+std::vector<float> GgufHeader::F32Values(std::string_view name, size_t n) const {
+  const GgufTensor* tensor = FindTensor(name);
+  if (tensor == nullptr || tensor->type != GGML_TYPE_F32 || tensor->data.size() != n * sizeof(float)) return {};
+  std::vector<float> values(n);
+  std::memcpy(values.data(), tensor->data.data(), tensor->data.size());
+  return values;
+}
+
 const GgufValue* GgufHeader::Find(std::string_view key) const {
   const auto it = values_.find(std::string(key));
   return it == values_.end() ? nullptr : &it->second;

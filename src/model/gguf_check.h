@@ -66,6 +66,8 @@ class GgufHeader {
   uint32_t alignment() const { return alignment_; }
   const std::vector<GgufTensor>& tensors() const { return tensors_; }
   const GgufTensor* FindTensor(std::string_view name) const;
+  // The values of an f32 tensor of n elements; empty where the file has none or has another of that name.
+  std::vector<float> F32Values(std::string_view name, size_t n) const;
   // Keys in file order.
   const std::vector<std::string>& keys() const { return keys_; }
   const GgufValue* Find(std::string_view key) const;

@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 
 #include <cmath>
-#include <cstring>
 
 #include "model/key_balance.h"
 
@@ -129,20 +128,13 @@ Status ReadRope(const GgufHeader& header, const Keys& keys, Hparams* h) {
   return OkStatus();
 }
 
-// The norm's weights of a layer's heads; empty where the file has none or, which Weights complains of, has them
-// otherwise.
-std::vector<float> HeadNorm(const GgufHeader& header, size_t layer, std::string_view name, size_t head_dim) {
-  const GgufTensor* tensor = header.FindTensor(fmt::format("blk.{}.{}", layer, name));
-  if (tensor == nullptr || tensor->type != GGML_TYPE_F32 || tensor->data.size() != head_dim * sizeof(float)) return {};
-  std::vector<float> norm(head_dim);
-  std::memcpy(norm.data(), tensor->data.data(), tensor->data.size());
-  return norm;
-}
-
+// What the file lacks or has in another shape leaves no factors; Weights complains of it.
 void ReadKeyFactors(const GgufHeader& header, Hparams* h) {
+  const auto norm = [&](size_t layer, std::string_view side) {
+    return header.F32Values(fmt::format("blk.{}.attn_{}_norm.weight", layer, side), static_cast<size_t>(h->head_dim));
+  };
   for (size_t i = 0; i < h->geometry.size(); ++i) {
-    const std::vector<float> q = HeadNorm(header, i, "attn_q_norm.weight", static_cast<size_t>(h->head_dim));
-    const std::vector<float> k = HeadNorm(header, i, "attn_k_norm.weight", static_cast<size_t>(h->head_dim));
+    const std::vector<float> q = norm(i, "q"), k = norm(i, "k");
     if (q.empty() || k.empty()) {
       h->key_factors.clear();
       return;

@@ -6,7 +6,6 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <thread>
 
@@ -62,13 +61,7 @@ std::string WeightTypes(const GgufHeader& header) {
 // How each layer turns positions, as the graph builders do it: over neighbouring pairs for Llama, over the two halves
 // of a head for all others.
 std::vector<RopeSpec> RopeOf(const GgufHeader& header, const Hparams& h) {
-  std::vector<float> factors;
-  const GgufTensor* tensor = header.FindTensor("rope_freqs.weight");
-  const auto n = static_cast<size_t>(h.head_dim / 2);
-  if (tensor != nullptr && tensor->type == GGML_TYPE_F32 && tensor->data.size() == n * sizeof(float)) {
-    factors.resize(n);
-    std::memcpy(factors.data(), tensor->data.data(), tensor->data.size());
-  }
+  const std::vector<float> factors = header.F32Values("rope_freqs.weight", static_cast<size_t>(h.head_dim / 2));
   std::vector<RopeSpec> specs;
   for (const LayerGeometry& layer : h.geometry) {
     const RopeParameters& rope = layer.window > 0 ? h.rope_local : h.rope;
